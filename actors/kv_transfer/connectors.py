@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import asdict
 
+from actors.kv_transfer.channel_choice import BETWEEN_GPUS
 from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels, device_channels
 from actors.kv_transfer.faulty_pieces import FaultyPieces
 from actors.kv_transfer.peer_links import PeerLinks
@@ -182,7 +183,7 @@ def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
         host.steps,
         handoff.transfer_deadline_s,
         # `auto` does not take what has not run on GPUs.
-        is_on_gpu=is_on_gpu and handoff.channel == "cuda_ipc",
+        is_on_gpu=is_on_gpu and handoff.channel in BETWEEN_GPUS,
     )
 
 

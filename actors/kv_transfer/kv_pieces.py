@@ -37,6 +37,7 @@ from actors.kv_transfer.contracts import (
 )
 from actors.kv_transfer.waits import to_the_end
 from engine.kv.digests import BlockDigests
+from engine.kv.layout import KvLayout
 from engine.kv.store import to_host
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class BlockStore(Protocol):
 
     # [num_blocks, *block_shape]
     tensor: Tensor
+    layout: KvLayout
 
     def gather(self, block_ids: Sequence[int]) -> Tensor:
         """A contiguous copy [n, *block_shape]."""
@@ -123,6 +125,10 @@ class KvPieces:
         return self._store.tensor
 
     @property
+    def layout(self) -> KvLayout:
+        return self._store.layout
+
+    @property
     def block_bytes(self) -> int:
         return self.tensor[0].numel() * self.tensor.element_size()
 
@@ -157,17 +163,27 @@ class KvPieces:
     ) -> bool:
         """Copy blocks of another store straight into `ids` of this one, then check them.
 
-        source: [any, *block_shape], another GPU's memory mapped here; ids: one or more. Without
-        a deadline: a copy between two GPUs ends or the device is lost, and it must not be left
-        running.
+        source: [any, *block_shape], another GPU's memory mapped here; ids: one or more.
         """
-        return await self._run(lambda: self._pull(source, source_ids, ids, digests))
+
+        def copy(some: slice) -> None:
+            copy_blocks(self.tensor, ids[some], source, source_ids[some])
+
+        return await self.pull_by(copy, ids, digests)
+
+    async def pull_by(
+        self, copy: Callable[[slice], None], ids: Sequence[int], digests: list[int]
+    ) -> bool:
+        """`pull` by what queues the copies into some of `ids`, on the current stream.
+
+        Without a deadline: a copy between two GPUs ends or the device is lost, and it must not be
+        left running.
+        """
+        return await self._run(lambda: self._pull(copy, ids, digests))
 
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
-        data: PieceBytes = buffer.numpy()
-        return data
+        return empty_bytes(num_bytes, self.device)
 
     # ---- from any thread: queued on the device, not waited for ----------------------------------
 
@@ -214,16 +230,14 @@ class KvPieces:
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
 
-    def _pull(
-        self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
-    ) -> bool:
+    def _pull(self, copy: Callable[[slice], None], ids: Sequence[int], digests: list[int]) -> bool:
         parts = parts_of(len(ids), self.block_bytes)
         last = parts[-1]
         copied: list[torch.cuda.Event | None] = []
         found: list[Tensor] = []
         with self._on_streams():
             for part in parts:
-                copy_blocks(self.tensor, ids[part], source, source_ids[part])
+                copy(part)
                 copied.append(self._copied_so_far())
             with self._beside_copies():
                 index = self._store.index(ids)  # only now, so that no copy waits for it
@@ -291,6 +305,13 @@ class KvPieces:
     async def _run(self, copy: Callable[[], T]) -> T:
         # A copy that has begun cannot be stopped, so it must be waited for.
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+
+
+def empty_bytes(num_bytes: int, device: torch.device) -> PieceBytes:
+    """A buffer in host memory, page-locked if it is for a GPU."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    data: PieceBytes = buffer.numpy()
+    return data
 
 
 def copy_blocks(

@@ -13,14 +13,15 @@ A rank may be behind rank 0. A read waits until every rank has ended the steps w
 has; a write until each has ended all steps launched before the blocks were granted.
 
 The cost: all bytes pass through rank 0, and on GPUs through host memory, unless pieces are told to
-stay on the GPUs for a channel that pulls them (channels/rank_ipc.py).
+stay on the GPUs: for a channel that pulls them (channels/rank_ipc.py), or that sends them from a
+staging slot of rank 0's GPU (channels/nccl_pair.py).
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -36,10 +37,17 @@ from actors.kv_transfer.contracts import (
     StagedPiece,
     StoredBlocks,
 )
-from actors.kv_transfer.kv_pieces import GATHER_BYTES, copy_blocks
+from actors.kv_transfer.kv_pieces import (
+    GATHER_BYTES,
+    KvPieces,
+    QueuedTake,
+    copy_blocks,
+    empty_bytes,
+)
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError
 from engine.kv.layout import KvPart
+from engine.kv.store import to_host
 from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
 
@@ -58,6 +66,37 @@ class RankSources:
 
     def __len__(self) -> int:
         return min(len(store) for _, store in self.stores)
+
+    def copy_to(
+        self, target: Tensor, part: KvPart, ids: Sequence[int], source_ids: Sequence[int]
+    ) -> None:
+        """target: a store [any, *block_shape] of `part`; overwritten at `ids`."""
+        for source_part, tensor in self.stores:
+            copy_heads(target, part, ids, tensor, source_part, source_ids)
+
+
+class OneRank:
+    """The pieces of a worker of one rank, which takes them from one of several."""
+
+    def __init__(self, pieces: KvPieces) -> None:
+        self._pieces = pieces
+        self.whole = pieces.layout
+        self.dtype, self.device = pieces.tensor.dtype, pieces.device
+
+    @property
+    def block_bytes(self) -> int:
+        return self._pieces.block_bytes
+
+    async def pull(
+        self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
+    ) -> bool:
+        """Copy blocks of the other worker's ranks straight into `ids`, then check them."""
+        part = KvPart(whole=self.whole, first_head=0, num_heads=self.whole.block_shape[3])
+
+        def copy(some: slice) -> None:
+            source.copy_to(self._pieces.tensor, part, ids[some], source_ids[some])
+
+        return await self._pieces.pull_by(copy, ids, digests)
 
 
 class RankPieces:
@@ -120,12 +159,37 @@ class RankPieces:
         """A copy of blocks of these stores in host memory."""
         return await self._run(lambda: self._gather(blocks.block_ids))
 
+    def empty(self, num_bytes: int) -> PieceBytes:
+        """As `KvPieces.empty`."""
+        return empty_bytes(num_bytes, self.device)
+
     async def pull(
         self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
         """Copy blocks of another worker's ranks straight into `ids` of these, then check them."""
         num_steps = self._num_steps_before_writes
         return await self._run(lambda: self._pull(source, source_ids, ids, digests, num_steps))
+
+    # ---- from any thread: queued on rank 0's GPU, not waited for ---------------------------------
+
+    def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
+        """As `KvPieces.queue_load`, of whole blocks that `read` has named."""
+        with self._current_stream():
+            blocks = staging.view(self.dtype).view(-1, *self.whole.block_shape)
+            for one in self._holders():
+                blocks[..., one.part.heads, :] = one.store.gather(block_ids)
+            return self._copied_so_far()
+
+    def queue_take(self, staging: Tensor, block_ids: Sequence[int]) -> QueuedTake:
+        """As `KvPieces.queue_take`. Raises HandoffError if a rank does not end its steps in time.
+
+        Waits for these steps, which have ended long before a piece has come.
+        """
+        self._wait_steps(self._num_steps_before_writes)
+        with self._current_stream():
+            self._scatter(block_ids, staging)
+            digests = to_host(self._digests(block_ids))
+            return QueuedTake(digests=digests, over=self._copied_so_far())
 
     def close(self) -> None:
         """Wait for the copies under way; later ones fail."""
@@ -150,7 +214,12 @@ class RankPieces:
             blocks = torch.empty(shape, dtype=self.dtype, device=self.device)
             for one in self._holders():
                 blocks[..., one.part.heads, :] = one.store.gather(block_ids)
-            data: PieceBytes = blocks.cpu().view(-1).view(torch.uint8).numpy()
+            staged = blocks.view(-1).view(torch.uint8)
+            if self.device.type == "cpu":
+                copied: PieceBytes = staged.numpy()
+                return copied
+            data = self.empty(staged.numel())
+            torch.from_numpy(data).copy_(staged, non_blocking=True)
         return data
 
     def _write(
@@ -158,11 +227,14 @@ class RankPieces:
     ) -> bool:
         self._wait_steps(num_steps)
         with self._on_stream():
-            staged = torch.from_numpy(data).to(self.device).view(self.dtype)
-            blocks = staged.view(len(block_ids), *self.whole.block_shape)
-            for one in self.stores:
-                one.store.scatter(block_ids, blocks[..., one.part.heads, :])
+            self._scatter(block_ids, torch.from_numpy(data).to(self.device))
             return self._have(block_ids, digests)
+
+    def _scatter(self, block_ids: Sequence[int], staged: Tensor) -> None:
+        """staged: uint8 [n * block_bytes], whole blocks."""
+        blocks = staged.view(self.dtype).view(len(block_ids), *self.whole.block_shape)
+        for one in self.stores:
+            one.store.scatter(block_ids, blocks[..., one.part.heads, :])
 
     def _pull(
         self,
@@ -175,17 +247,25 @@ class RankPieces:
         self._wait_steps(num_steps)
         with self._on_stream():
             for one in self.stores:
-                for part, tensor in source.stores:
-                    copy_heads(one.store.tensor, one.part, ids, tensor, part, source_ids)
+                source.copy_to(one.store.tensor, one.part, ids, source_ids)
             return self._have(ids, digests)
 
     def _have(self, block_ids: Sequence[int], digests: list[int]) -> bool:
         """Whether the blocks on all ranks digest to `digests`, of whole blocks."""
-        found = [one.store.digest(block_ids) for one in self.stores]
-        ranks = list(zip(self.stores, found, strict=True))
-        by_heads = {one.part.first_head: of_rank for one, of_rank in ranks}
-        is_alike = all(of_rank == by_heads[one.part.first_head] for one, of_rank in ranks)
-        return is_alike and self._sum(list(by_heads.values())) == digests
+        found: list[int] = self._digests(block_ids).tolist()
+        return found == digests
+
+    def _digests(self, block_ids: Sequence[int]) -> Tensor:
+        """Of whole blocks, int64 [n], not waited for.
+
+        Off by the number of ranks that have other bytes than the first one with their heads.
+        """
+        first: dict[int, Tensor] = {}
+        others = torch.zeros(len(block_ids), dtype=torch.int64, device=self.device)
+        for one in self.stores:
+            found = one.store.queue_digests(one.store.index(block_ids))
+            others += found != first.setdefault(one.part.first_head, found)
+        return torch.stack([*first.values(), others]).sum(0)
 
     def _holders(self) -> list[RankStore]:
         """One store for each part of the heads."""
@@ -208,17 +288,23 @@ class RankPieces:
                     )
                 time.sleep(LOOK_EVERY_S)
 
+    def _current_stream(self) -> AbstractContextManager[object]:
+        """Context whose work on a GPU is beside the steps."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _copied_so_far(self) -> torch.cuda.Event | None:
+        """Returns an event for the end of what is queued; None = it has ended."""
+        return None if self._stream is None else self._stream.record_event()
+
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Context whose work on a GPU is beside the steps; waits for its end."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
+        """The same, and waits for its end."""
+        with self._current_stream():
             try:
                 yield
             finally:
-                self._stream.synchronize()
+                if self._stream is not None:
+                    self._stream.synchronize()
 
     async def _run(self, copy: Callable[[], T]) -> T:
         # A copy that has begun cannot be stopped, so it must be waited for.

@@ -6,6 +6,7 @@ The vector is cut into the planes in order; the rest of the last layer is zero. 
 what the vectors mean.
 """
 
+import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
@@ -24,6 +25,10 @@ class FeaturePlanes:
         self._num_padding = num_padding
         self._store = store
         self.width = width
+
+    @property
+    def device(self) -> torch.device:
+        return self._store.tensor.device
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots: [T] integer, distinct, none negative. values: [T, width]."""

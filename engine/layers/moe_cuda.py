@@ -24,10 +24,11 @@ from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import ROUTE_SIZES, Blocks, align, blocks_of_one_token, one_each
-from kernels.moe.coded import CodedExperts, supports_coded, with_run_scales
+from kernels.moe.coded import CodedExperts, supports_coded
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
-from kernels.moe.grouped import grouped_down, grouped_gate_up
+from kernels.moe.grouped import ExpertWeight, grouped_down, grouped_gate_up
+from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_experts, supports_mxfp4
 from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
 from kernels.moe.tiles import (
@@ -186,44 +187,45 @@ class TritonExperts:
 
 def expert_plan(
     shape: ExpertShape,
-    gate_up: Tensor | CodedExperts,
-    down: Tensor | CodedExperts,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     *,
     is_deterministic: bool = False,
 ) -> TilePlan:
     """The tilings of a mixture on the GPU that its weights are on."""
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         return _plan(shape, down.device, down.element_size(), is_deterministic)
-    coded = [weight for weight in (gate_up, down) if isinstance(weight, CodedExperts)]
-    can_be_matrices = all(weight.half for weight in coded)
+    coded = [weight for weight in (gate_up, down) if not isinstance(weight, Tensor)]
+    can_be_matrices = all(weight.can_be_matrices for weight in coded)
     fits = [_fit(weight) for weight in (gate_up, down)]
     return build_coded_plan(
         shape,
         *fits,
         is_deterministic=is_deterministic,
+        is_mxfp4=isinstance(gate_up, Mxfp4Experts) and isinstance(down, Mxfp4Experts),
         matrix_device=device_properties(coded[0].data.device) if can_be_matrices else None,
     )
 
 
-def _matrices(weight: Tensor | CodedExperts, dtype: torch.dtype) -> Tensor:
-    return weight.matrices(dtype) if isinstance(weight, CodedExperts) else weight
+def _matrices(weight: ExpertWeight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.matrices(dtype)
 
 
-def _fit(weight: Tensor | CodedExperts) -> Callable[[Tile], Tile]:
+def _fit(weight: ExpertWeight) -> Callable[[Tile], Tile]:
     """What makes a tile one for this weight: one of two may be left unquantised."""
-    if isinstance(weight, CodedExperts):
-        return partial(weight.fit, device=device_properties(weight.data.device))
-    return partial(fitted, device=device_properties(weight.device))
+    if isinstance(weight, Tensor):
+        return partial(fitted, device=device_properties(weight.device))
+    return partial(weight.fit, device=device_properties(weight.data.device))
 
 
-def _operand(weight: LinearWeight, *, is_gated: bool) -> Tensor | CodedExperts:
+def _operand(weight: LinearWeight, *, is_gated: bool) -> ExpertWeight:
     return weight.data if weight.scales is None else coded_operand(weight, is_gated=is_gated)
 
 
-def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts:
-    """A quantised weight as the kernels take it. Raises ConfigError if none reads it.
+def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxfp4Experts:
+    """A quantised weight as the kernels take it, in its memory, which may be written anew.
 
-    is_gated: whether it is of gate and up.
+    is_gated: whether it is of gate and up. Raises ConfigError if no kernel reads the weight.
     """
     assert weight.scales is not None, f"{weight.format} without scales"
     scales = compacted(weight.scales)
@@ -247,4 +249,6 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts:
     )
     if not supports_coded(operand):
         raise unreadable(weight, f"groups of {scales.columns} inputs")
-    return with_run_scales(operand, is_gated=is_gated)
+    if codes is Codes.MXFP4_SMALL and supports_mxfp4(values, scales.half, scales.dtype):
+        return mxfp4_experts(weight.data, values, is_gated=is_gated)
+    return operand

@@ -25,10 +25,11 @@ from engine.ranks.comm import NcclRanks
 from engine.ranks.rank import Rank
 from kernels.comm.limits import SumLimits, limits_of
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
-from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory
+from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory, fits_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, NUM_SLOTS
-from kernels.comm.sums import fits_norm, needed_bytes, sum_add_norm, sum_over_ranks
+from kernels.comm.stream import fits_stream, stream_add_norm
+from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class _Way(Enum):
     PACKETS = "each number says that it is new"
     ONE_SHOT = "everybody to everybody, one barrier"
     TWO_SHOTS = "to the owner of a row and back, two barriers"
+    STREAM = "everybody to everybody, in pieces"
 
 
 class PeerRanks:
@@ -67,7 +69,7 @@ class PeerRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         self._follow()
         summed = x.contiguous()
-        match self._way(summed, self._limits.plain, has_norm=False):
+        match self._way(summed):
             case None:
                 return self.others.all_reduce(summed)
             case _Way.PACKETS:
@@ -98,18 +100,21 @@ class PeerRanks:
 
     def fits(self, x: Tensor) -> bool:
         is_line = x.is_contiguous() and fits_norm(x)
-        return is_line and self._way(x, self._limits.norm, has_norm=True) is not None
+        return is_line and self._way_of_norm(x) is not None
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self._follow()
         self._compile_norms(x, weight, eps)
-        way = self._way(x, self._limits.norm, has_norm=True)
         given = x, residual.contiguous(), weight, eps, self.memory
-        if way is _Way.PACKETS:
-            return sum_by_packets_add_norm(*given)
-        return sum_add_norm(*given, two_shots=way is _Way.TWO_SHOTS)
+        match self._way_of_norm(x):
+            case _Way.PACKETS:
+                return sum_by_packets_add_norm(*given)
+            case _Way.STREAM:
+                return stream_add_norm(*given)
+            case way:
+                return sum_add_norm(*given, two_shots=way is _Way.TWO_SHOTS)
 
     def _compile_norms(self, like: Tensor, weight: Tensor, eps: float) -> None:
         """All ways at the first line of a kind: the next one may be a request's, and late."""
@@ -121,6 +126,8 @@ class PeerRanks:
         given = x, residual, weight, eps, self.memory
         for two_shots in (False, True):
             sum_add_norm(*given, two_shots=two_shots)
+        if self._limits.stream:
+            stream_add_norm(*given)
         if fits_packets(x, self.rank.size):
             sum_by_packets_add_norm(*given)
 
@@ -149,8 +156,9 @@ class PeerRanks:
         limits = self._limits
         measured = "measured" if limits.is_measured else "not measured on this GPU"
         return (
-            f"sums of up to {limits.plain / 2**20:g} MiB go through peer"
-            f" memory ({measured}), larger ones through NCCL"
+            f"sums of up to {limits.plain / 2**20:g} MiB ({measured}), with a norm of up to"
+            f" {max(limits.norm, limits.stream) / 2**20:g}, go through peer memory, larger ones"
+            " through NCCL"
         )
 
     def _shares(self, x: Tensor, num_bytes: int) -> bool:
@@ -158,10 +166,10 @@ class PeerRanks:
         limit = min(self._limits.shares, self.memory.slot_bytes)
         return num_bytes <= limit and x.dtype in SUM_DTYPES
 
-    def _way(self, x: Tensor, limit: int, *, has_norm: bool) -> _Way | None:
-        """limit: in bytes; None = through NCCL."""
+    def _way(self, x: Tensor, *, has_norm: bool = False) -> _Way | None:
+        """Of a sum in packets or shots; None = through NCCL."""
         limits, size = self._limits, self.rank.size
-        if x.nbytes > limit or x.dtype not in SUM_DTYPES:
+        if x.nbytes > (limits.norm if has_norm else limits.plain) or x.dtype not in SUM_DTYPES:
             return None
         if x.nbytes <= limits.packets and fits_packets(x, size):
             return _Way.PACKETS
@@ -169,6 +177,12 @@ class PeerRanks:
         two_shots = way is _Way.TWO_SHOTS
         needed = needed_bytes(x, size, two_shots=two_shots, has_norm=has_norm)
         return way if needed <= self.memory.slot_bytes else None
+
+    def _way_of_norm(self, x: Tensor) -> _Way | None:
+        """Of a sum with residual and norm; None = they are apart."""
+        way = self._way(x, has_norm=True)
+        streams = way is None and x.nbytes <= self._limits.stream and fits_stream(x, self.memory)
+        return _Way.STREAM if streams else way
 
     def _follow(self) -> None:
         """Let the current stream wait for the operation before, if that is in another one.

@@ -2,9 +2,9 @@
 
     ids -> model -> logits -> best token, kept as the row's newest one
 
-A decode graph computes one token of each row, as one batch or as two (split_decodes.py); a prompt
-graph any number of each; a verify graph a few of each, and the best token after every one. Knows no
-plan.
+A decode graph computes one token of each row; a prompt graph any number of each; a verify graph a
+few of each, and the best token after every one. Decode and verify graphs compute one batch or two
+(split_decodes.py). Knows no plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.context import ForwardContext
+from engine.layers.context import Comm, ForwardContext
 from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
@@ -38,6 +38,7 @@ class CapturedSteps:
         last_tokens: Tensor,
         max_model_len: int,
         make_context: MakeContext,
+        comm: Comm,
         exchanges: Callable[[int], bool] | None = None,
         shared_stream: SharedExpertStream | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class CapturedSteps:
         self._last_tokens = last_tokens
         self._max_model_len = max_model_len
         self._make_context = make_context
+        self._comm = comm
         self._exchanges = exchanges
         self._shared_stream = shared_stream
 
@@ -65,6 +67,36 @@ class CapturedSteps:
     ) -> StepGraphs:
         """Decode graphs of two rows or more that compute as two batches, not captured yet."""
         assert self._attention.can_capture, "the decode backend cannot be captured"
+
+        def output(size: GraphSize, result: ForwardResult) -> GraphOutput:
+            logits = self._model.logits(result.hidden, self._comm)
+            return self._output(buffers, size, logits, None, None)
+
+        return self._split_graphs("split decode", sizes, buffers, two_batches, output)
+
+    def split_verify_graphs(
+        self, sizes: Sequence[GraphSize], buffers: StepBuffers, two_batches: TwoBatches
+    ) -> StepGraphs:
+        """The same of steps with drafts, whose rows lie in spans."""
+        assert self._attention.can_capture_verification, "verification cannot be captured"
+
+        def output(size: GraphSize, result: ForwardResult) -> GraphOutput:
+            lines = buffers.on_device("logit_indices", size.num_lines)
+            logits = self._model.logits(result.hidden.index_select(0, lines), self._comm)
+            _, slots = _places(buffers, size)
+            is_finite = _of_tokens(result.is_finite, size, slots)
+            return self._output(buffers, size, logits, is_finite, None)
+
+        return self._split_graphs("split verify", sizes, buffers, two_batches, output)
+
+    def _split_graphs(
+        self,
+        kind: str,
+        sizes: Sequence[GraphSize],
+        buffers: StepBuffers,
+        two_batches: TwoBatches,
+        output: Callable[[GraphSize, ForwardResult], GraphOutput],
+    ) -> StepGraphs:
         halves = SplitDecodes(
             two_batches,
             self._attention,
@@ -74,14 +106,15 @@ class CapturedSteps:
 
         def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
             ids = self._ids(buffers, size)
-            logits = halves.logits(size, ids, *_places(buffers, size), metadata)
-            return self._output(buffers, size, logits, None, None)
+            return output(size, halves.forward(size, ids, *_places(buffers, size), metadata))
 
         return StepGraphs(
-            "split decode",
+            kind,
             sizes,
             buffers,
-            open_attention=lambda size: halves.open_attention(row_tensors(buffers, size.num_rows)),
+            open_attention=lambda size: halves.open_attention(
+                size, row_tensors(buffers, size.num_rows)
+            ),
             refresh_attention=halves.refresh,
             compute=run,
         )
@@ -148,10 +181,7 @@ class CapturedSteps:
         forward = self._forward(size)
         result = forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self._model.logits(result.hidden, ctx.comm)
-        is_finite = result.is_finite
-        if size.span_tokens is not None and is_finite is not None:
-            # The padding before each row has no slot; its values do not matter.
-            is_finite = is_finite | (ctx.slots < 0)
+        is_finite = _of_tokens(result.is_finite, size, ctx.slots)
         return self._output(buffers, size, logits, is_finite, result.exported)
 
     def _forward(self, size: GraphSize) -> Callable[..., ForwardResult]:
@@ -189,3 +219,10 @@ def _places(buffers: StepBuffers, size: GraphSize) -> tuple[Tensor, Tensor]:
     """Positions and slots of a step, [T] each."""
     positions = buffers.on_device("positions", size.num_tokens)
     return positions, buffers.on_device("slots", size.num_tokens)
+
+
+def _of_tokens(is_finite: Tensor | None, size: GraphSize, slots: Tensor) -> Tensor | None:
+    """Flags of a step; the padding before a row in a span has no slot, and does not matter."""
+    if is_finite is None or size.span_tokens is None:
+        return is_finite
+    return is_finite | (slots < 0)

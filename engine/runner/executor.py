@@ -24,19 +24,10 @@ from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
-from engine.runner.graphs import (
-    ExecutorStatistics,
-    PromptStepCounter,
-    Recorder,
-    StepGraphs,
-)
-from engine.runner.inputs import (
-    InputBatch,
-    RequestRows,
-    StepBuffers,
-    write_input_batch,
-)
+from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
+from engine.runner.graphs import ExecutorStatistics, PromptStepCounter, Recorder, StepGraphs
+from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
+from engine.runner.inputs import InputBatch, RequestRows, StepBuffers, write_input_batch
 from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
@@ -59,6 +50,8 @@ from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
+# Tokens of a split graph with drafts, over those of the whole one; more cost what splitting gains.
+_MAX_SPAN_PADDING = 1.25
 
 
 class Executor:
@@ -109,15 +102,17 @@ class Executor:
             prompt_logprobs=PromptLogprobRows(tokens, self._logits, model.device),
             num_blocks=num_blocks,
         )
-        self._buffers = self._step_buffers(max_num_batched_tokens)
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
-        # [max_rows + 1]  each row's newest sampled token; the last entry is for padding rows
-        self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
+        self._num_in_flight = 2
+        self._table = TokenTable(max_rows, 0, model.device)
+        self.guesses: StepGuesses | None = None  # None = no model drafts
+        self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._decode_graphs: StepGraphs | None = None
         self._verify_graphs: StepGraphs | None = None
         self._max_row_samples = 1
         self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
+        self._split_verify_graphs: StepGraphs | None = None  # likewise
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
@@ -173,6 +168,33 @@ class Executor:
         self._max_samples = max(self._max_rows, most)
         self._buffers = self._step_buffers(self._max_tokens)
         self._slots = StepSlots(self._max_samples, self.model.device)
+        self._table = TokenTable(self._max_rows, max_drafts, self.model.device)
+
+    @property
+    def can_plan_ahead(self) -> bool:
+        """Whether rows may be planned before the lengths that their drafts give are known.
+
+        On a CPU, which computes at once, plans can be made true instead.
+        """
+        return self._attention.reads_lengths_on_device or self.model.device.type == "cpu"
+
+    def draft_for(self, target: "Executor") -> None:
+        """Draft for `target`, which allows drafts; call it before graphs are captured."""
+        num_samples, device = target._max_row_samples, self.model.device
+        rows = GuessedRows(target._table, num_samples)
+        target.guesses = StepGuesses(rows, target._table, target._attention)
+        self._table = TokenTable(self._max_rows, num_samples, device)
+        self.guesses = StepGuesses(rows, self._table, self._attention, drafts_for=target._table)
+        self._num_in_flight = 2 * num_samples  # all passes of a step, and the last one's
+        self._buffers = self._step_buffers(self._max_tokens)
+
+    def give_drafts(self, place: int) -> None:
+        """Queue that what the pass launched last drew is draft number `place` of the target's rows.
+
+        Of rows that were not in that pass anything; see `engine.plan.given`.
+        """
+        assert self.guesses is not None, "nobody's drafts"
+        self.guesses.give(place)
 
     def capture_graphs(
         self,
@@ -228,13 +250,32 @@ class Executor:
             graphs.capture(recorder, report)
         self._split_decode_graphs = graphs
 
+    def capture_split_verification(
+        self, recorder: Recorder, report: Callable[[str], None], *, min_tokens: int
+    ) -> None:
+        """Likewise of steps with drafts of at least so many tokens, if such steps were captured."""
+        whole = self._verify_graphs
+        if whole is None:
+            return
+        assert self._two_batches is not None, "no rule says which steps are split"
+        row_tokens, buffers = self._max_row_samples, whole.buffers
+        sizes = split_verify_sizes(self._max_rows, row_tokens, buffers.max_tokens)
+        sizes = [size for size in sizes if size.num_tokens >= min_tokens]
+        if not sizes:
+            return
+        graphs = self._captured_steps().split_verify_graphs(sizes, buffers, self._two_batches)
+        with torch.inference_mode():
+            graphs.capture(recorder, report)
+        self._split_verify_graphs = graphs
+
     def _captured_steps(self) -> CapturedSteps:
         return CapturedSteps(
             self.model,
             self._attention,
-            last_tokens=self._last_tokens,
+            last_tokens=self._table.flat,
             max_model_len=self._max_model_len,
             make_context=self._context,
+            comm=self._comm,
             exchanges=self._exchanges if self.model.can_capture_exchange else None,
             shared_stream=self._shared_stream,
         )
@@ -267,12 +308,15 @@ class Executor:
         slot = self._slots.take()
         with torch.inference_mode():
             slot.timer.start()
+            plan = self.guesses.fetch(plan) if self.guesses else plan
             self._apply_rows(plan)
             computed = self._compute(plan)
             if self._keeper is not None:
                 assert computed.exported is not None, "the model exports nothing in such a step"
                 self._keeper.keep(computed.exported, computed.batch, self._rows.blocks)
             left = self._sample(computed, _drafts_by_row(plan))
+            if self.guesses is not None:
+                left = self.guesses.settle(plan, computed.batch, left)
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
@@ -311,21 +355,10 @@ class Executor:
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None and self._decode_graphs is not None:
             return self._replay(self._decode_graphs, inputs)
-        num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
-        is_decode = plan.is_decode
-        verifies = self._verify_graphs is not None and _is_short(plan, self._max_row_samples)
-        graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        num_rows = len(plan.rows)
-        if verifies:
-            graphs = self._verify_graphs
-        elif plan.drafts:  # other graphs have a line of logits for each of their rows
-            num_rows = max(num_rows, sum(plan.num_samples))
-        size = graphs.size_for(num_rows, num_tokens, longest_row) if graphs else None
-        if self._prompt_steps is not None and not is_decode and not verifies:
-            self._prompt_steps.count(num_tokens, longest_row, size)
+        graphs, size = self._graph_for(plan)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
-            if is_decode and self._decode_run is not None and not plan.drafts:
+            if self._decode_run is not None and plan.is_decode and not plan.drafts:
                 self._decode_run.begin(plan, inputs)
             return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
@@ -335,7 +368,7 @@ class Executor:
             result = self._forward_to_last(batch)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
-            result = self._forward(batch, batch.logit_indices, checks_finite=not is_decode)
+            result = self._forward(batch, batch.logit_indices, checks_finite=not plan.is_decode)
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
@@ -344,6 +377,39 @@ class Executor:
             is_finite_token=result.is_finite,
             exported=result.exported,
         )
+
+    def _graph_for(self, plan: StepPlan) -> tuple[StepGraphs | None, GraphSize | None]:
+        """The kind of graphs of such a step and the size that holds it; None = there is none."""
+        num_rows, step = len(plan.rows), (plan.num_tokens, max(plan.num_new_tokens))
+        whole = self._verify_graphs
+        if whole is not None and _is_short(plan, self._max_row_samples):
+            size = whole.size_for(num_rows, *step)
+            split = self._split_verification(plan, size) if size else None
+            return (whole, size) if split is None else (self._split_verify_graphs, split)
+        is_decode = plan.is_decode
+        graphs = self._decode_graphs if is_decode else self._prompt_graphs
+        if plan.drafts:  # these graphs have a line of logits for each of their rows
+            num_rows = max(num_rows, sum(plan.num_samples))
+        size = graphs.size_for(num_rows, *step) if graphs else None
+        if self._prompt_steps is not None and not is_decode:
+            self._prompt_steps.count(*step, size)
+        return graphs, size
+
+    def _split_verification(self, plan: StepPlan, whole: GraphSize) -> GraphSize | None:
+        """The split graph that computes a step with drafts instead of the whole one; None = none.
+
+        Its spans must hold little padding where rows have few drafts.
+        """
+        graphs, two_batches = self._split_verify_graphs, self._two_batches
+        if graphs is None or two_batches is None:
+            return None
+        num_rows = len(plan.rows)
+        size = graphs.size_for(num_rows, plan.num_tokens, max(plan.num_new_tokens))
+        if size is None or size.num_tokens > _MAX_SPAN_PADDING * whole.num_tokens:
+            return None
+        has_halves = num_rows > size.num_rows // 2
+        pays = has_halves and two_batches.splits_decode(size.num_rows, self._max_row_samples)
+        return size if pays else None
 
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
@@ -398,7 +464,8 @@ class Executor:
             sampled = self._rows.sampler.sample(computed.logits, row_list, choice)
             self._rows.tokens.count_sampled(batch.rows[batch.sampling])
         else:
-            sampled = self._rows.sampler.sample(computed.logits, row_list, choice, drafts)
+            given = row_list, choice, drafts, batch.behind
+            sampled = self._rows.sampler.sample(computed.logits, *given)
             advancing = [row for row in row_list if row not in drafts]
             if advancing:
                 self._rows.tokens.count_sampled(np.array(advancing, dtype=np.int64))
@@ -406,7 +473,7 @@ class Executor:
             drawn = replayed.drawn
         else:
             drawn = keep_last_tokens(
-                sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._last_tokens
+                sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._table.flat
             )
         return StepTensors(
             drawn=drawn,
@@ -429,7 +496,7 @@ class Executor:
         if self._two_batches is not None and split is not None:
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
-                resolve_input_ids(batch.input_ids, self._last_tokens),
+                resolve_input_ids(batch.input_ids, self._table.flat),
                 split,
                 self._part_contexts(parts, batch.num_tokens),
                 [None if logit_indices is None else part.chosen for part in parts],
@@ -437,7 +504,7 @@ class Executor:
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
         ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens))
-        ids = resolve_input_ids(batch.input_ids, self._last_tokens)
+        ids = resolve_input_ids(batch.input_ids, self._table.flat)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
@@ -448,7 +515,7 @@ class Executor:
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
             contexts = self._part_contexts(parts, batch.num_tokens)
             return self._two_batches.forward(
-                resolve_input_ids(batch.input_ids, self._last_tokens),
+                resolve_input_ids(batch.input_ids, self._table.flat),
                 split,
                 [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
                 checks_finite=True,
@@ -459,7 +526,7 @@ class Executor:
             last=last,
             exchanges=self._exchanges(batch.num_tokens),
         )
-        ids = resolve_input_ids(batch.input_ids, self._last_tokens)
+        ids = resolve_input_ids(batch.input_ids, self._table.flat)
         return self.model.forward(ids, ctx, checks_finite=True)
 
     def _last(self, attention: AttentionStep, lane: int = 0) -> LastTokens:
@@ -506,7 +573,10 @@ class Executor:
     ) -> InputBatch:
         tables = self._rows.tokens, self._rows.blocks, self.layout
         few = self._attention.max_few_tokens
-        return write_input_batch(plan, *tables, buffers, padded_to=padded_to, max_few_tokens=few)
+        batch = write_input_batch(plan, *tables, buffers, padded_to=padded_to, max_few_tokens=few)
+        if self.guesses is None:
+            return batch
+        return self.guesses.move(plan, batch, buffers, self.layout.block_size)
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:
         return StepBuffers(
@@ -515,6 +585,7 @@ class Executor:
             max_block_ids=self._max_rows * self._max_blocks_per_row,
             device=self.model.device,
             max_samples=self._max_samples,
+            num_in_flight=self._num_in_flight,
         )
 
 

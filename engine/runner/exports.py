@@ -10,12 +10,15 @@ Queued in the stream of the step, so that whoever is launched later reads them.
 from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.features import FeaturePlanes
 from engine.kv.store import to_device
 from engine.kv.tables import BlockTables, concat_ranges
 from engine.runner.inputs import InputBatch
+from engine.sampling.staging import Staging
 
 
 class ExportKeeper(Protocol):
@@ -48,6 +51,7 @@ class NextFeatures:
     def __init__(self, planes: FeaturePlanes, block_size: int) -> None:
         self._planes = planes
         self._block_size = block_size
+        self._staging = Staging(planes.device)
 
     def keep(self, exported: Tensor, batch: InputBatch, blocks: BlockTables) -> None:
         rows, attention = batch.sampling, batch.attention
@@ -63,4 +67,29 @@ class NextFeatures:
         kept = exported[: len(rows)]
         if len(lines) < len(rows):
             kept = kept.index_select(0, to_device(lines.tolist(), kept.device))
-        self._planes.write(to_device(slots.tolist(), kept.device), kept)
+        places = to_device(slots.tolist(), kept.device)
+        if batch.behind is not None:
+            places = self._behind(batch, rows[lines], nexts, lines, places)
+        self._planes.write(places, kept)
+
+    def _behind(
+        self,
+        batch: InputBatch,
+        rows: NDArray[np.int64],
+        nexts: NDArray[np.int64],
+        lines: NDArray[np.int64],
+        slots: Tensor,
+    ) -> Tensor:
+        """`slots` of the positions `nexts`, but of rows that were moved back where they are now.
+
+        Those are in blocks that the step reads, as they come before the planned end.
+        """
+        assert batch.behind is not None
+        of_rows, planned, of_lines = self._staging.send(rows, nexts, lines)
+        behind = batch.behind[of_lines]
+        positions = planned - behind
+        tensors = batch.attention.device_rows
+        places = tensors.cu_blocks[of_rows].long() + positions // self._block_size
+        blocks = tensors.block_ids[places.clamp(max=len(tensors.block_ids) - 1)]
+        moved = blocks * self._block_size + positions % self._block_size
+        return torch.where(behind > 0, moved, slots)

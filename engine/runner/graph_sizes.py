@@ -3,6 +3,7 @@
     decode   R rows of one new token each
     ragged   T tokens of up to R rows, packed without gaps: prompts, chunks, single tokens
     verify   T tokens of up to T rows likewise, each row with drafts: logits after every token
+    split    R rows with drafts, each in a span of as many tokens as a row has at most
     grid     R rows of up to L tokens, each in a span of L tokens (grid_sizes.py)
 
 Knows no graphs.
@@ -86,6 +87,22 @@ def verify_sizes(max_rows: int, max_tokens: int) -> list[GraphSize]:
     return [
         GraphSize(num_rows=min(count, max_rows), num_tokens=count, has_line_per_token=True)
         for count in _finely(max_tokens)[1:]
+    ]
+
+
+def split_verify_sizes(max_rows: int, row_tokens: int, max_tokens: int) -> list[GraphSize]:
+    """Sizes of two rows or more, in spans of `row_tokens`: half of the rows is half of the tokens.
+
+    At most `max_rows` rows and `max_tokens` tokens.
+    """
+    return [
+        GraphSize(
+            num_rows=count,
+            num_tokens=count * row_tokens,
+            span_tokens=row_tokens,
+            has_line_per_token=True,
+        )
+        for count in _finely(min(max_rows, max_tokens // row_tokens))[1:]
     ]
 
 

@@ -17,8 +17,8 @@ earlier one may still be queued in the stream.
 `RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
 sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
 reads the newest from a table on the device. A token whose K and V are in the store is not needed
-again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Of
-drafts that only the device has a step reads the newest likewise.
+again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Those
+that only the device has a step reads from its table likewise.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ from engine.plan import NEWEST, StepPlan
 from engine.runner.graph_sizes import GraphSize
 from kernels.attention.protocol import AttentionStep, RowTensors
 
-# Copies that may be in flight at once: for the step that computes, for the one launched after it,
-# and for the one being written.
-_RING = 3
+# Copies that may be in flight while one is written: for the step that computes, and for the one
+# launched after it.
+_IN_FLIGHT = 2
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
 
 
@@ -54,8 +54,12 @@ class StepBuffers:
         max_block_ids: int,
         device: torch.device,
         max_samples: int | None = None,
+        num_in_flight: int = _IN_FLIGHT,
     ) -> None:
-        """max_samples: of one step; None = one for each row."""
+        """max_samples: of one step; None = one for each row.
+
+        num_in_flight: steps that may be launched and not waited for while one is written.
+        """
         max_samples = max_rows if max_samples is None else max_samples
         self.max_rows = max_rows
         self.max_tokens = max_tokens
@@ -79,7 +83,8 @@ class StepBuffers:
         self._sizes = sizes
         is_cuda = device.type == "cuda"
         self._ring = [
-            torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_RING)
+            torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
+            for _ in range(num_in_flight + 1)
         ]
         self._fields = [self._fields_of(memory.numpy()) for memory in self._ring]
         self._turn = 0
@@ -87,8 +92,8 @@ class StepBuffers:
         self._sent = torch.zeros(length, dtype=torch.int32, device=device)
 
     def write(self) -> "HostFields":
-        """The next host buffer, to be filled; its previous content was sent `_RING` steps ago."""
-        self._turn = (self._turn + 1) % _RING
+        """The next host buffer, to be filled; its previous content was sent a round ago."""
+        self._turn = (self._turn + 1) % len(self._ring)
         return self._fields[self._turn]
 
     def write_again(self) -> "HostFields":
@@ -200,17 +205,24 @@ class RequestRows:
         return given
 
     def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token at each position of each row; both [T]. -1 - row: the row's newest sampled one."""
+        """Token at each position of each row; both [T].
+
+        Negative: -1 - an index into the device's table of [1 + entries, max_rows + 1] tokens, whose
+        first line has each row's newest one.
+        """
         first, end = self._first_given[rows], self._end_given[rows]
-        token_ids = self._token_ids[rows, positions]
-        is_in_table = (first <= positions) & (positions < end)
-        is_given = is_in_table & (token_ids != NEWEST)
-        is_newest = positions == np.where(is_in_table, end, self._num_known_tokens[rows]) - 1
-        assert (is_given | is_newest).all(), (
-            f"rows {rows[~is_given].tolist()} compute tokens at {positions[~is_given].tolist()},"
+        in_table = (first <= positions) & (positions < end)
+        token_ids = np.where(in_table, self._token_ids[rows, positions], NEWEST)
+        num_known = np.where(in_table, end, self._num_known_tokens[rows])
+        after = self._token_ids[rows, np.minimum(positions + 1, self._token_ids.shape[1] - 1)]
+        is_newest = (positions == num_known - 1) | (in_table & (after != NEWEST))
+        is_there = (token_ids != NEWEST) | is_newest
+        assert is_there.all(), (
+            f"rows {rows[~is_there].tolist()} compute tokens at {positions[~is_there].tolist()},"
             " which they were not given and are not their newest"
         )
-        return np.where(is_given, token_ids, -1 - rows)
+        lines = NEWEST - token_ids  # of the table
+        return np.where(token_ids >= 0, token_ids, -1 - (lines * (len(self._token_ids) + 1) + rows))
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +255,8 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     sampled_lines: Tensor
     # [S] int32  index of the token after which each samples; None = every token, in order
     logit_indices: Tensor | None
+    # [S] int32  tokens that come before each of these and were planned but do not; None = all do
+    behind: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

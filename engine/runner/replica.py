@@ -139,6 +139,7 @@ class Replica:
         self._sends_blocks = sends_blocks
         self._comm = comm
         self._keep_exports: KeepExports | None = None
+        self._target: Executor | None = None
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
@@ -169,6 +170,10 @@ class Replica:
     def keep_exports(self, keep: KeepExports) -> None:
         """What executors built from now on do with what the model exports."""
         self._keep_exports = keep
+
+    def draft_for(self, target: Executor) -> None:
+        """Executors built from now on draft for `target`."""
+        self._target = target
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -249,6 +254,8 @@ class Replica:
             executor.exchange_tokens(min_exchanged)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
+        if self._target is not None:
+            executor.draft_for(self._target)
         if self._overlaps:
             self._overlap_two_batches(executor)
         self._use_second_stream(executor)
@@ -313,8 +320,10 @@ class Replica:
             lag = self._overlap_trials(executor).decode_lag(capture)
             if lag is not None:
                 executor.two_batches.lag_by(lag)
-        if capture is not None:
-            capture(MIN_DECODE_ROWS if asked == "measured" else asked)
+        if recorder is not None:
+            least = MIN_DECODE_ROWS if asked == "measured" else asked
+            executor.capture_split_decodes(recorder, logger.info, min_rows=least)
+            executor.capture_split_verification(recorder, logger.info, min_tokens=least)
 
     def _measure_overlap(self, executor: Executor) -> None:
         """Find the thresholds that the configuration leaves to measurement."""

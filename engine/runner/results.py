@@ -15,6 +15,7 @@ tokens. A partially filled block is digested again with every step that adds to 
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -161,6 +162,9 @@ class StepTensors:
     drawn: Tensor | None
     # [T] bool; None = checking the sampled rows' logits suffices
     is_finite_token: Tensor | None
+    # [S] int32  the token after each sample's in the step, a draft unless it is the row's last;
+    # None = the plan has all drafts
+    following: Tensor | None = None
     # For the few rows that ask for them; None = there is none.
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
@@ -189,6 +193,7 @@ class PendingStep:
         self._slot = slot
         if left.drawn is not None:
             slot.copy_drawn(left.drawn)
+        self._following = None if left.following is None else _to_host(left.following)
         self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
         self._labels = left.labels.map(_to_host) if left.labels else None
         self._embeddings = None if left.embeddings is None else _to_host(left.embeddings)
@@ -252,7 +257,7 @@ class PendingStep:
             not_finite.update(np.flatnonzero(~self._finite_chunks(self._is_finite_token)).tolist())
         if self._prompt is not None:
             not_finite.update(np.flatnonzero(self._prompt.not_finite()).tolist())
-        drafts = dict(self._plan.drafts)
+        drafts = self._drafts(places, firsts)
         tokens = [
             []
             if place in not_finite or not its_samples
@@ -277,6 +282,15 @@ class PendingStep:
             labels=labels,
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
+
+    def _drafts(self, places: list[int], firsts: dict[int, int]) -> dict[int, list[int]]:
+        """Index in the plan -> the row's drafts."""
+        drafts = dict(self._plan.drafts)
+        if self._following is None:
+            return drafts
+        following: list[int] = self._following.tolist()
+        nums = Counter(places)
+        return {i: following[firsts[i] : firsts[i] + nums[i] - 1] for i in drafts}
 
     def _logprobs_of(
         self, places: list[int], firsts: dict[int, int], tokens: list[list[int]]

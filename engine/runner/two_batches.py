@@ -134,12 +134,15 @@ class TwoBatches:
         self._num_two_chunk += split.is_two_chunk
         return split
 
-    def splits_decode(self, num_rows: int) -> bool:
-        """Whether a captured decode step of so many rows, padding included, is split."""
-        split = split_sequences(num_rows)
+    def splits_decode(self, num_rows: int, row_tokens: int = 1) -> bool:
+        """Whether a captured step of so many rows, padding included, is split.
+
+        row_tokens: of each; above 1 = rows with drafts.
+        """
+        split = split_sequences(num_rows, row_tokens)
         if split is None:
             return False
-        pays = self.rule.pays(split.token, num_rows - split.token, is_decode=True)
+        pays = self.rule.pays(split.token, num_rows * row_tokens - split.token, is_decode=True)
         self._num_replayed += pays
         return pays
 
@@ -212,13 +215,6 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
-
-    def logits(
-        self, input_ids: Tensor, split: BatchSplit, contexts: Sequence[ForwardContext]
-    ) -> Tensor:
-        """[T, vocab], of every token."""
-        hidden = self.forward(input_ids, split, contexts, checks_finite=False).hidden
-        return self._model.logits(hidden, contexts[0].comm)
 
 
 def first_half(step: AttentionStep, split: BatchSplit, block_size: int) -> AttentionStep:

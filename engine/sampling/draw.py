@@ -46,7 +46,14 @@ class GumbelNoise:
         self._seeds.pop(row, None)
         self._indices.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        ahead: Ahead | None = None,
+        behind: Tensor | None = None,
+    ) -> None:
+        """behind: as of `Draw.choose`."""
         positions = positions_of(rows, self._seeds)
         if not positions:
             return
@@ -57,6 +64,8 @@ class GumbelNoise:
             counts = [n + len(ahead[p]) for n, p in zip(counts, positions, strict=True)]
         indices = torch.tensor(counts, device=logits.device)
         index = torch.tensor(positions, device=logits.device)
+        if behind is not None:
+            indices -= behind[index]
         part = take(logits, index)
         part += gumbel(seeds, indices, self._token_ids)
         put(logits, index, part)
@@ -93,11 +102,13 @@ class Draw(Protocol):
         positions: list[int],
         rows: list[int],
         ahead: Ahead | None = None,
+        behind: Tensor | None = None,
     ) -> GreedyChoice:
         """Draw for line `positions[p]` of `logits` [S, vocab] as `rows[p]` asks; [P] results.
 
         All `rows` must be tracked. Does not change `logits` and advances no row. `ahead`: [P],
-        as in `LogitFeature.apply`.
+        as in `LogitFeature.apply`. `behind`: int32 [P], on the device: so many tokens fewer precede
+        a line than `ahead` says; None = it is right.
         """
         ...
 
@@ -112,12 +123,11 @@ class TorchDraw:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._temperature = Temperature()
         self._noise = GumbelNoise(vocab_size, device)
-        self._features: tuple[LogitFeature, ...] = (
+        self._cuts: tuple[LogitFeature, ...] = (
             self._temperature,
             TopK(vocab_size),
             TopP(),
             MinP(),
-            self._noise,
         )
 
     def __contains__(self, row: object) -> bool:
@@ -126,12 +136,12 @@ class TorchDraw:
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        for feature in self._features:
+        for feature in (*self._cuts, self._noise):
             feature.add(row, params, prompt_ids, output_ids)
         return row in self._temperature
 
     def remove(self, row: int) -> None:
-        for feature in self._features:
+        for feature in (*self._cuts, self._noise):
             feature.remove(row)
 
     def choose(
@@ -140,11 +150,13 @@ class TorchDraw:
         positions: list[int],
         rows: list[int],
         ahead: Ahead | None = None,
+        behind: Tensor | None = None,
     ) -> GreedyChoice:
         index = torch.tensor(positions, device=logits.device)
         scores = logits.index_select(0, index).float()  # a copy
-        for feature in self._features:
+        for feature in self._cuts:
             feature.apply(scores, rows, ahead)
+        self._noise.apply(scores, rows, ahead, behind)
         return greedy(scores)
 
     def observe(self, rows: list[int]) -> None:
@@ -200,6 +212,7 @@ class FusedDraw:
         positions: list[int],
         rows: list[int],
         ahead: Ahead | None = None,
+        behind: Tensor | None = None,
     ) -> GreedyChoice:
         members = np.array(rows, dtype=np.int64)
         indices = self._indices[members]
@@ -219,7 +232,7 @@ class FusedDraw:
             Draws(
                 lines=lines,
                 seeds=seeds,
-                indices=sent_indices,
+                indices=sent_indices if behind is None else sent_indices - behind,
                 temperatures=temperatures,
                 top_ks=top_ks,
                 top_ps=top_ps,

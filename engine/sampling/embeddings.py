@@ -43,6 +43,7 @@ class Embeddings:
         rows: list[int],
         greedy: GreedyChoice | None = None,
         drafts: Mapping[int, Sequence[int]] | None = None,
+        behind: Tensor | None = None,
     ) -> SampledTensors:
         """logits: hidden states [S, hidden], one line for each of `rows`; not changed."""
         assert not drafts, "a model that generates nothing has no drafts"

@@ -117,9 +117,11 @@ class RowSampler(Protocol):
         rows: list[int],
         greedy: GreedyChoice | None = None,
         drafts: Mapping[int, Sequence[int]] | None = None,
+        behind: Tensor | None = None,
     ) -> SampledTensors:
         """logits: of the model, one line for each of `rows`; `greedy`: their argmax, if known.
 
-        drafts: by row; such a row may have several lines, and its state does not advance.
+        drafts: by row; such a row may have several lines, and its state does not advance. behind:
+        int32 [S]  so many fewer tokens precede a line than its drafts say; None = they are right.
         """
         ...

@@ -175,6 +175,7 @@ class Sampler:
         rows: list[int],
         greedy: GreedyChoice | None = None,
         drafts: Mapping[int, Sequence[int]] | None = None,
+        behind: Tensor | None = None,
     ) -> SampledTensors:
         """Draw one token for each of `rows` that asks for one, and advance their history.
 
@@ -187,10 +188,14 @@ class Sampler:
         drafts: by row. Such a row may have several lines, side by side. The last of them is drawn
         as if all its drafts were part of its history, the one before as if all but the last were,
         and so on. Its history does not advance; `append` does that once the tokens are known.
+
+        behind: int32 [S], on the device: so many tokens fewer precede a line than the drafts say.
+        None = they are right; above 0 only where a row's choice depends on no token or number but
+        the index of its noise.
         """
         self._check(logits, rows, drafts or {})
         if greedy is None or not self.is_plain(rows):
-            return self._sample(logits, rows, greedy, drafts or {})
+            return self._sample(logits, rows, greedy, drafts or {}, behind)
         return SampledTensors(token_ids=greedy.token_ids, is_finite=greedy.is_finite, logprobs=None)
 
     @torch.inference_mode()
@@ -200,6 +205,7 @@ class Sampler:
         rows: list[int],
         greedy: GreedyChoice | None,
         drafts: Mapping[int, Sequence[int]],
+        behind: Tensor | None,
     ) -> SampledTensors:
         choice = greedy if greedy is not None else greedy_choice(logits)
         if self.is_plain(rows):
@@ -209,12 +215,13 @@ class Sampler:
         ahead = lines_ahead(rows, drafts) if drafts else None
         adjusted = positions_of(rows, self._adjusted_rows)
         if adjusted:
-            part = self._choose_adjusted(logits, rows, adjusted, ahead)
+            part = self._choose_adjusted(logits, rows, adjusted, ahead, behind)
             choice = self._merge(choice, adjusted, part)
         drawn = [p for p in positions_of(rows, self._draw) if rows[p] not in self._adjusted_rows]
         if drawn:
             members = [rows[p] for p in drawn]
-            part = self._draw.choose(logits, drawn, members, at(ahead, drawn))
+            its_behind = self._of_lines(behind, drawn)
+            part = self._draw.choose(logits, drawn, members, at(ahead, drawn), its_behind)
             choice = self._merge(choice, drawn, part)
         self._observe(rows, choice, drafts, is_adjusted=bool(adjusted))
         return SampledTensors(
@@ -254,8 +261,18 @@ class Sampler:
         assert distinct <= self._rows, f"a row never added in {rows}"
         self._known_rows = None if drafts else rows
 
+    def _of_lines(self, behind: Tensor | None, positions: list[int]) -> Tensor | None:
+        if behind is None:
+            return None
+        return behind.index_select(0, self._staging.indices(positions))
+
     def _choose_adjusted(
-        self, logits: Tensor, rows: list[int], positions: list[int], ahead: Ahead | None
+        self,
+        logits: Tensor,
+        rows: list[int],
+        positions: list[int],
+        ahead: Ahead | None,
+        behind: Tensor | None,
     ) -> GreedyChoice:
         """The tokens of the lines at `positions`, whose logits some feature changes; [P]."""
         adjusted_rows, ahead = [rows[p] for p in positions], at(ahead, positions)
@@ -268,7 +285,8 @@ class Sampler:
         if not drawn:
             return choice
         members = [adjusted_rows[p] for p in drawn]
-        part = self._draw.choose(work, drawn, members, at(ahead, drawn))
+        its_behind = self._of_lines(behind, [positions[p] for p in drawn])
+        part = self._draw.choose(work, drawn, members, at(ahead, drawn), its_behind)
         return self._merge(choice, drawn, part)
 
     def _merge(

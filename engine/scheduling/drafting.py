@@ -6,9 +6,13 @@
     room    RequestBlocks        blocks for them; drafts are optional and never preempt a request
     commit  policy.observe       what the step made of them
 
-A request that may get drafts must have its newest token on the host, so it is held: not planned
-while a step that computes it is in flight. With overlapped steps it therefore takes part in every
-other one, and if all are held, the device waits for the host. The policy is told both: how many
+Drafts that follow from tokens on the host hold their request: it is not planned while a step that
+computes it is in flight. With overlapped steps it therefore takes part in every other one, and if
+all are held, the device waits for the host. A drafter on the device proposes ahead: for the tokens
+that the step in flight will have given, whichever they are. Its requests take part in every step,
+planned as if all drafts were right, and `commit` corrects what was counted. Held are then those
+whose choice depends on their tokens, that may have their last one in flight, or that begin to have
+drafts. The policy is told both: how many
 rows a plain step would decode, and for how long the device had nothing to do. Rows that could go
 on wait for the held ones where two steps of fewer rows cost more than the host's gap
 (`pays_to_wait`), since each step reads all weights. A request without a guess rests from being held
@@ -23,7 +27,7 @@ import msgspec
 
 from engine.cost_model import StepCosts, StepWork
 from engine.messages import SpeculationLoad
-from engine.plan import StepResult
+from engine.plan import NEWEST, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.speculation.controller import StepDrafts, StepOffer
@@ -57,10 +61,22 @@ class PlannedDrafts:
     decision: StepDrafts | None = None  # None = no drafter was asked
     spent_s: float = 0.0  # by the drafter
     new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
+    # Of requests with drafts in a step in flight: tokens that it gives at most.
+    nums_in_flight: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_drafts(self) -> int:
         return sum([len(drafts) for drafts in self.drafts.values()])
+
+    @property
+    def guessed(self) -> list[int]:
+        """Those whose number of tokens after the step is not known when it is planned."""
+        return list({**self.drafts, **self.nums_in_flight})
+
+    def in_plan(self) -> list[tuple[int, list[int]]]:
+        """As `StepPlan.drafts`."""
+        nums, drafts = self.nums_in_flight, self.drafts
+        return [(i, [NEWEST] * nums.get(i, 0) + drafts.get(i, [])) for i in self.guessed]
 
     def work(self, plain: StepWork) -> StepWork:
         """The work of a step that is `plain` without drafts."""
@@ -124,6 +140,8 @@ class Drafting:
         self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
         self._num_rest_steps: dict[RequestKey, int] = {}
         self._bounds: dict[RequestKey, int] = {}  # drafts that a request may ever have
+        # Requests that go on while their step with drafts is in flight: it, and tokens at most.
+        self._ahead: dict[RequestKey, tuple[PlannedDrafts, int]] = {}
         self._idle_s = 0.0
         self._gap_s = _FIRST_GAP_S
         self._num_drafts_per_row = 0.0  # in the last step with drafts
@@ -136,6 +154,7 @@ class Drafting:
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
+        in_flight = [self._num_in_flight(request) for request in requests]
         most = self._most_drafts(policy, requests)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
@@ -144,8 +163,8 @@ class Drafting:
         decision = policy.plan(self._offer(requests, most, room, drafter.pass_s), room.costs)
         new_blocks: list[tuple[Request, list[int]]] = []
         counts: list[int] = []
-        for request, n in zip(requests, decision.num_drafts, strict=True):
-            num_tokens = request.num_known_tokens
+        for request, n, m in zip(requests, decision.num_drafts, in_flight, strict=True):
+            num_tokens = request.num_known_tokens + m
             spare = room.num_spare_blocks
             ids = room.blocks.extend(request, num_tokens + n, num_spare_blocks=spare) if n else []
             new_blocks += [(request, ids)] if ids else []
@@ -161,13 +180,17 @@ class Drafting:
             decision=decision,
             new_blocks=new_blocks,
             spent_s=drafter.spent_s if any(counts) else 0.0,
+            nums_in_flight={i: m for i, m in enumerate(in_flight) if m},
         )
+
+    def _num_in_flight(self, request: Request) -> int:
+        return self._ahead[request.key][1] if request.key in self._ahead else 0
 
     def _most_drafts(self, policy: DraftPolicy, requests: Sequence[Request]) -> list[int]:
         """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none."""
         most: list[int] = []
         for request, gate in zip(requests, self._gates(policy, requests), strict=True):
-            num_known = request.num_known_tokens
+            num_known = request.num_known_tokens + self._num_in_flight(request)
             if gate and num_known - request.num_computed_tokens == 1:
                 most.append(max(0, min(gate, request.max_known_tokens - num_known - 1)))
             else:
@@ -205,8 +228,12 @@ class Drafting:
     ) -> dict[int, list[int]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
         asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
+        ahead = [(i, request) for i, request in asked if self._goes_ahead(request)]
+        found = self._propose_ahead(drafter, ahead, most) if ahead else {}
+        asked = [(i, request) for i, request in asked if not self._goes_ahead(request)]
+        if not asked:
+            return found
         proposed = drafter.propose([(request, most[i]) for i, request in asked])
-        found: dict[int, list[int]] = {}
         for (i, request), drafts in zip(asked, proposed, strict=True):
             ends = (at for at, token_id in enumerate(drafts) if token_id in request.stop_ids)
             # After a token that ends the request nothing is sampled, so it need not be a draft.
@@ -215,6 +242,22 @@ class Drafting:
             if kept:
                 found[i] = kept
         return found
+
+    def _propose_ahead(
+        self, drafter: Drafter, asked: Sequence[tuple[int, Request]], most: Sequence[int]
+    ) -> dict[int, list[int]]:
+        nums = [(request, most[i], self._num_in_flight(request)) for i, request in asked]
+        proposed = drafter.propose_ahead(nums)
+        for (_, request), drafts in zip(asked, proposed, strict=True):
+            self._count_miss(request.key, has_drafts=bool(drafts))
+        return {i: drafts for (i, _), drafts in zip(asked, proposed, strict=True) if drafts}
+
+    def _goes_ahead(self, request: Request) -> bool:
+        """Whether the request may have drafts in a step before those of the last one are known."""
+        if not self.holds or self.drafter is None or not self.drafter.can_propose_ahead:
+            return False
+        params = request.params
+        return not (params.needs_history or params.is_constrained or params.min_tokens)
 
     def _count_miss(self, key: RequestKey, *, has_drafts: bool) -> None:
         if has_drafts:
@@ -230,12 +273,25 @@ class Drafting:
 
         `begun`: requests whose prompt this step completes.
         """
-        held = [decodes[index] for index in planned.drafts]
+        guessed = planned.guessed
+        held = [
+            decodes[index] for index in guessed if not self._go_on(decodes[index], index, planned)
+        ]
         if not self.holds or self._policy is None:
             return held
-        without = [r for i, r in enumerate(decodes) if i not in planned.drafts]
+        without = [r for i, r in enumerate(decodes) if i not in guessed]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
+
+    def _go_on(self, request: Request, index: int, planned: PlannedDrafts) -> bool:
+        """Let a request with drafts be planned again while they are in flight, if it can be."""
+        num_drafts = len(planned.drafts.get(index, ()))
+        can_end = request.num_computed_tokens + 1 >= request.max_known_tokens
+        if num_drafts == 0 or can_end or not self._goes_ahead(request):
+            self._ahead.pop(request.key, None)
+            return False
+        self._ahead[request.key] = planned, 1 + num_drafts
+        return True
 
     def _rests(self, request: Request) -> bool:
         """Whether the request goes on without drafts; counts a step of its rest."""
@@ -289,30 +345,44 @@ class Drafting:
 
     # ---- afterwards -----------------------------------------------------------------------------
 
-    def commit(
-        self, requests: Sequence[Request], planned: PlannedDrafts, result: StepResult
-    ) -> list[Request]:
-        """Count what a step accepted and advance its requests with drafts; returns these.
+    def nums_known(
+        self, requests: Sequence[Request], planned: PlannedDrafts
+    ) -> list[tuple[int, int]]:
+        """Index and known tokens of the requests with drafts; before a step's are appended."""
+        return [(index, requests[index].num_known_tokens) for index in planned.guessed]
 
-        Their tokens were appended. The progress of a request then counts all but the newest.
+    def commit(
+        self,
+        requests: Sequence[Request],
+        planned: PlannedDrafts,
+        known_before: Sequence[tuple[int, int]],
+        result: StepResult,
+    ) -> list[Request]:
+        """Count what a step accepted and correct its requests with drafts; returns these.
+
+        Their tokens were appended. The progress of a request was counted as if all drafts were
+        right; then it counts all tokens but the newest, and a step in flight besides.
         """
         advanced: list[Request] = []
-        nums_drafts: list[int] = []
-        nums_accepted: list[int] = []
-        for index, drafts in planned.drafts.items():
+        observed: list[tuple[RequestKey, int, int]] = []
+        for index, num_before in known_before:
             request = requests[index]
             if request.row is None or not result.is_finite[index]:
                 continue
-            num_new = request.num_known_tokens - request.num_computed_tokens
-            request.num_computed_tokens = request.num_known_tokens - 1
-            self._num_verified[request.key] = num_new
-            nums_drafts.append(len(drafts))
-            nums_accepted.append(num_new - 1)
+            num_new = request.num_known_tokens - num_before
+            num_drafts = len(planned.drafts.get(index, ()))
+            request.num_computed_tokens -= 1 + num_drafts - num_new
+            self._num_verified[request.key] = self._num_verified.get(request.key, 0) + num_new
+            if request.key in self._ahead and self._ahead[request.key][0] is planned:
+                del self._ahead[request.key]  # no later step has it
+            if num_drafts:
+                observed.append((request.key, num_drafts, num_new - 1))
             advanced.append(request)
+        keys, nums_drafts, nums_accepted = zip(*observed, strict=True) if observed else ((),) * 3
         self.counts.add(nums_drafts, nums_accepted)
         if self._policy is not None:
-            if advanced:
-                self._policy.observe([r.key for r in advanced], nums_drafts, nums_accepted)
+            if observed:
+                self._policy.observe(keys, nums_drafts, nums_accepted)
             if planned.decision is not None:
                 self._observe_step(self._policy, planned, planned.decision, result)
         return advanced
@@ -333,6 +403,7 @@ class Drafting:
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""
         self._num_verified.pop(request.key, None)
+        self._ahead.pop(request.key, None)
         if self.drafter is not None:
             self.drafter.forget(request)
 
@@ -373,7 +444,8 @@ class Drafting:
 
     def kept_keys(self) -> set[Hashable]:
         """Requests of which anything is kept here, for the check that none is forgotten."""
-        return {*self._num_verified, *self._num_misses, *self._num_rest_steps, *self._bounds}
+        kept = self._num_verified, self._num_misses, self._num_rest_steps, self._bounds, self._ahead
+        return {key for keys in kept for key in keys}
 
 
 def _bound(policy: DraftPolicy, request: Request) -> int:

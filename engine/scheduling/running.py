@@ -11,7 +11,7 @@ that is rebuilt when a request joins or leaves. Knows the size of a block and no
 blocks, and no tensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.cost_model import StepWork
 from engine.plan import RowAdmission, StepPlan
 from engine.request import Request, RequestKey
+from engine.scheduling.drafting import PlannedDrafts
 from engine.scheduling.finish import FinishRules
 
 
@@ -133,6 +134,16 @@ class DecodeColumns:
         for request in self.requests:
             request.num_computed_tokens += 1
 
+    def advance_drafts(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Count as well what it verifies, by index, as if all of it were right."""
+        if not drafts:
+            return
+        for index, its_drafts in drafts.items():
+            self._num_computed[index] += len(its_drafts)
+            self._sum_computed += len(its_drafts)
+            self.requests[index].num_computed_tokens += len(its_drafts)
+        self._at_block_boundary = self._num_steps_to_last = None
+
 
 class RunningRequests:
     """Ordered dicts by key: `prompts` and all in admission order, `decodes` in order of entry."""
@@ -213,6 +224,10 @@ class RunningRequests:
                 self.decodes[request.key] = request
                 self._columns = None
 
+    def count_again(self) -> None:
+        """Computed tokens of some decodes have changed beside `DecodeColumns.advance`."""
+        self._columns = None
+
     def remove(self, request: Request) -> None:
         del self._all[request.key]
         self.prompts.pop(request.key, None)
@@ -240,13 +255,13 @@ def build_plan(
     grown: dict[int, list[int]],
     zero_block_ids: list[int],
     row_slots: RowSlots,
-    drafts: Mapping[int, list[int]],
+    planned: PlannedDrafts,
     verified: Mapping[RequestKey, list[int]],
 ) -> StepPlan:
     """The plan of step number `step`; takes admissions and released rows from `row_slots`.
 
     `decodes`: each computes its newest token and samples the next. `chunks`: computed besides; each
-    samples if it reaches the end of the known tokens. `grown`: row -> new block ids. `drafts`: by
+    samples if it reaches the end of the known tokens. `grown`: row -> new block ids. `planned`: by
     index in `decodes`. `verified`: of requests whose last step had drafts, the tokens it gave them.
     """
     num_decodes = len(decodes)
@@ -268,7 +283,7 @@ def build_plan(
     ]
     admissions, released_rows = row_slots.take_changes()
     num_samples = [1] * num_decodes
-    for index, its_drafts in drafts.items():
+    for index, its_drafts in planned.drafts.items():
         num_samples[index] += len(its_drafts)
     num_logits = num_samples + list(map(int, reaches_end))
     return StepPlan(
@@ -287,6 +302,7 @@ def build_plan(
             list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
         ),
         accepted_tokens=accepted_tokens,
-        drafts=list(drafts.items()),
+        drafts=planned.in_plan(),
+        ahead=list(planned.nums_in_flight),
         verified_tokens=verified_tokens,
     )

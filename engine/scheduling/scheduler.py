@@ -33,14 +33,8 @@ from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
-from engine.scheduling.drafting import (
-    NO_DRAFTS,
-    DraftCounts,
-    Drafting,
-    PlannedDrafts,
-    StepRoom,
-)
-from engine.scheduling.finish import FinishRules, SampledTokens
+from engine.scheduling.drafting import NO_DRAFTS, DraftCounts, Drafting, PlannedDrafts, StepRoom
+from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
@@ -227,9 +221,7 @@ class Scheduler:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._handoff_queue.advance(request)
-        endings = self._sampled.append_all(step, result, output)
-        for request in self.drafting.commit(step.requests, step.planned_drafts, result):
-            self._blocks.index_full(request, request.num_computed_tokens)
+        endings = self._append_sampled(step, result, output)
         for request, finish in endings:
             self._unseat(request)
             if finish is not None:
@@ -483,9 +475,12 @@ class Scheduler:
         """Build the plan, count its step as in flight, and advance the progress of its requests."""
         verified = self.drafting.take_verified(decodes.requests)
         columns = decodes, chunks, grown, zero_block_ids, self._rows
-        plan = build_plan(self._num_steps, *columns, drafts.drafts, verified)
+        plan = build_plan(self._num_steps, *columns, drafts, verified)
         decodes.advance()
-        filled = [(r, r.num_computed_tokens) for r in decodes.at_block_boundary(self._block_size)]
+        guessed = {decodes.requests[index].key for index in drafts.guessed}  # see `Drafting.commit`
+        at_boundary = decodes.at_block_boundary(self._block_size)
+        filled = [(r, r.num_computed_tokens) for r in at_boundary if r.key not in guessed]
+        decodes.advance_drafts(drafts.drafts)
         begun: list[Request] = []
         for request, num_tokens in chunks:
             num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
@@ -496,7 +491,8 @@ class Scheduler:
             if request.num_computed_tokens == request.num_known_tokens:
                 self._running.begin_decode(request)
                 begun.append(request)
-        self._running.pause(self._running.decode_columns.at_last_token(self._finish_rules))
+        at_last = self._running.decode_columns.at_last_token(self._finish_rules)
+        self._running.pause([r for r in at_last if r.key not in guessed])
         step = StepInFlight(
             requests=decodes.requests + [request for request, _ in chunks],
             num_decodes=len(decodes),
@@ -511,6 +507,17 @@ class Scheduler:
         return plan
 
     # ---- parts of commit ------------------------------------------------------------------------
+
+    def _append_sampled(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        drafting, planned = self.drafting, step.planned_drafts
+        known_before = drafting.nums_known(step.requests, planned)
+        endings = self._sampled.append_all(step, result, output)
+        for request in drafting.commit(step.requests, planned, known_before, result):
+            self._blocks.index_full(request, request.num_known_tokens - 1)
+            self._running.count_again()
+        return endings
 
     def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
         """Fail a request whose logits were not finite, and set its blocks aside to be zeroed.

@@ -12,6 +12,10 @@ A pass is launched before the one before it is waited for, as steps of the targe
 newest draft on the device. Only for requests whose choice depends on which tokens the drafts are
 (penalties, constraints) is every pass waited for.
 
+Where the target's steps overlap (`propose_ahead`), no pass is waited for: drafts stay on the device
+for the target's next step. Pass 0 then computes what the target's step in flight sampled, right or
+not, and draws after the last sample that counts. The later passes begin there, too.
+
 Its KV lies in a store of its own with as many blocks as the target's and under the same block ids.
 So there is one accounting: whoever holds a block holds it in both stores, and nothing is allocated
 or freed here. The target's prefix index says nothing of this store: `_contents` knows which of its
@@ -21,13 +25,13 @@ worker. A wrong value here could only make a draft wrong.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.core import Executor, PendingStep
-from engine.plan import NEWEST, RowAdmission, StepPlan
+from engine.plan import NEWEST, RowAdmission, StepPlan, given
 from engine.request import Request, RequestKey, SamplingParams
 
 _FIRST_PASS_S = 1e-3  # until one was timed
@@ -43,9 +47,13 @@ class _Seat:
     num_known_tokens: int  # that the executor was told
     num_computed_tokens: int  # true ones that have KV in this store
     num_blocks: int  # that the executor was told
-    drafts: list[int] = field(
-        default_factory=list
-    )  # of the last proposal, all but the last with KV
+    # of the last proposal, all but the last with KV
+    drafts: list[int] = field(default_factory=list)
+    num_sampled_tokens: int = 0  # behind those with KV: computed as the step in flight sampled them
+
+    def num_true_tokens(self, num_known: int) -> int:
+        """Tokens with KV, once the step then in flight and no other has given its tokens."""
+        return min(self.num_computed_tokens + self.num_sampled_tokens, num_known)
 
     def catch_up(self, new: list[int], *, keeps_drafts: bool) -> None:
         """Take in the request's new tokens; `keeps_drafts`: KV of drafts that were right stays."""
@@ -58,6 +66,14 @@ class _Seat:
         self.num_known_tokens += len(new)
         self.num_computed_tokens = min(self.num_computed_tokens, self.num_known_tokens - 1)
         self.drafts = []
+        self.num_sampled_tokens = 0
+
+    def go_ahead(self, num_new: int, num_in_flight: int) -> None:
+        """Take in `num_new` tokens of the step before, all with KV; the next ones are in flight."""
+        self.num_known_tokens += num_new
+        self.num_computed_tokens = self.num_known_tokens
+        self.num_sampled_tokens = num_in_flight
+        self.drafts = []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,6 +82,8 @@ class _Proposal:
 
     asked: Sequence[tuple[Request, int]]
     found: list[list[int]]  # drafts that are known here
+    # Tokens that a step in flight gives a place at most; others are in none.
+    nums_in_flight: Mapping[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)  # places that get no more
     # Passes not waited for: their places, and whether it is another than the first.
     launched: deque[tuple[list[int], PendingStep, bool]] = field(default_factory=deque)
@@ -78,6 +96,36 @@ class _Proposal:
         """Whether the next draft of any depends on which tokens the drafts before are."""
         params = [self.asked[place][0].params for place in places]
         return any(p.needs_history or p.is_constrained for p in params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """What the first pass computes of a request."""
+
+    place: int  # in `asked`
+    seat: _Seat
+    first: int  # token
+    num_new: int
+    is_in_flight: bool  # the new tokens are what the target's step in flight samples
+
+    @property
+    def is_end(self) -> bool:
+        """Whether a draft follows."""
+        return self.is_in_flight or self.first + self.num_new == self.seat.num_known_tokens
+
+    @property
+    def samples(self) -> list[int]:
+        """As in `StepPlan.drafts`."""
+        return [given(place) for place in range(self.num_new)] if self.is_in_flight else []
+
+
+@dataclass(frozen=True, slots=True)
+class _RowChanges:
+    """What a pass tells the executor of its rows; as the fields of `StepPlan`."""
+
+    admissions: list[RowAdmission] = field(default_factory=list)
+    verified: list[tuple[int, list[int]]] = field(default_factory=list)
+    new_block_ids: list[list[int]] = field(default_factory=list)
 
 
 class DraftModel:
@@ -98,16 +146,20 @@ class DraftModel:
         max_model_len: int,
         max_tokens: int,
         now_s: Callable[[], float],
+        give_drafts: Callable[[int], None] | None = None,
     ) -> None:
         """num_blocks, block_size: of the target's cache and of both stores. max_tokens: of a pass.
 
-        max_model_len: of the draft model; longer requests get no drafts.
+        max_model_len: of the draft model; longer requests get no drafts. give_drafts: see
+        `Executor.give_drafts`; None = the drafts must come to the host.
         """
         self._executor = executor
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._now_s = now_s
+        self._give_drafts = give_drafts
+        self._unsettled: list[_Proposal] = []  # whose passes were not waited for
         self._seats: dict[RequestKey, _Seat] = {}
         self._released_rows: list[int] = []
         self._zero_block_ids: list[int] = []
@@ -143,6 +195,33 @@ class DraftModel:
         self._spent_s = self._now_s() - start_s
         return proposal.found
 
+    @property
+    def can_propose_ahead(self) -> bool:
+        return self._give_drafts is not None
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        assert self._give_drafts is not None, "the drafts must come to the host"
+        for earlier in self._unsettled:
+            self._settle(earlier, 0)
+        proposal = _Proposal(
+            asked=[(request, num_drafts) for request, num_drafts, _ in asked],
+            found=[[] for _ in asked],
+            nums_in_flight={place: num for place, (_, _, num) in enumerate(asked) if num},
+        )
+        self._unsettled = [proposal]
+        drafting = places = self._first_pass(proposal.asked, proposal)
+        num_drawn = 0
+        while places:
+            self._give_drafts(num_drawn)
+            num_drawn += 1
+            if places := proposal.going_on(places, num_drawn):
+                self._next_pass(places, num_drawn, proposal)
+        self._spent_s = num_drawn * self._pass_s
+        found: list[list[int]] = [[] for _ in asked]
+        for place in drafting:
+            found[place] = [given(number) for number in range(asked[place][1])]
+        return found
+
     def add_finished(self, request: Request) -> None:
         """Does nothing: a model does not learn from answers."""
 
@@ -155,74 +234,100 @@ class DraftModel:
 
     def _first_pass(self, asked: Sequence[tuple[Request, int]], proposal: _Proposal) -> list[int]:
         """Compute what is missing of all; a first draft for those caught up. Returns these."""
-        admissions: list[RowAdmission] = []
-        verified: list[tuple[int, list[int]]] = []
-        spans: list[tuple[int, int, int]] = []  # place in `asked`, first token, tokens
-        new_block_ids: list[list[int]] = []
-        num_left = self._max_tokens
+        changes, spans, num_left = _RowChanges(), list[_Span](), self._max_tokens
         for place, (request, num_drafts) in enumerate(asked):
-            known = request.num_known_tokens
-            num_known = known - self.num_skipped_tokens
-            if num_left == 0 or num_known <= 0 or known + num_drafts > self._max_model_len:
+            num_in_flight = proposal.nums_in_flight.get(place, 0)
+            if not self._can_pass(request, num_drafts, num_in_flight, num_left):
                 continue
-            seat = self._seats.get(request.key)
-            appended: list[int] = []
-            if seat is None:
-                seat = self._seat(request)
-                admissions.append(self._admission(request, seat))
-            else:
-                if new := request.tokens[self.num_skipped_tokens + seat.num_known_tokens :]:
-                    verified.append((seat.row, new))
-                seat.catch_up(new, keeps_drafts=self.keeps_drafts)
-                appended = self._usable_blocks(request)[seat.num_blocks :]
-            seat.num_blocks = len(self._usable_blocks(request))
-            new_block_ids.append(appended)
-            missing = num_known - seat.num_computed_tokens
-            spans.append((place, seat.num_computed_tokens, min(missing, num_left)))
-            num_left -= spans[-1][2]
+            seat = self._take_seat(request, num_in_flight, changes)
+            missing = num_in_flight or seat.num_known_tokens - seat.num_computed_tokens
+            span = _Span(
+                place=place,
+                seat=seat,
+                first=seat.num_computed_tokens,
+                num_new=min(missing, num_left),
+                is_in_flight=num_in_flight > 0,
+            )
+            spans.append(span)
+            num_left -= span.num_new
         if not spans:
             return []
         self._begin_writing(asked, spans)
-        seats = [self._seats[asked[place][0].key] for place, _, _ in spans]
-        rows = [seat.row for seat in seats]
-        ends = [
-            first + num_new == seat.num_known_tokens
-            for seat, (_, first, num_new) in zip(seats, spans, strict=True)
-        ]
-        num_samples = [int(is_end) for is_end in ends]
+        num_samples = [int(span.is_end) for span in spans]
         plan = StepPlan(
             step=self._num_steps,
-            rows=rows,
-            num_new_tokens=[num_new for _, _, num_new in spans],
-            num_computed_tokens=[first for _, first, _ in spans],
+            rows=[span.seat.row for span in spans],
+            num_new_tokens=[span.num_new for span in spans],
+            num_computed_tokens=[span.first for span in spans],
             num_logits=num_samples,
             num_samples=num_samples,
-            new_block_ids=new_block_ids,
-            admissions=admissions,
-            verified_tokens=verified,
-            drafts=[(i, []) for i in range(len(spans)) if ends[i]],
+            new_block_ids=changes.new_block_ids,
+            admissions=changes.admissions,
+            verified_tokens=changes.verified,
+            drafts=[(i, span.samples) for i, span in enumerate(spans) if span.is_end],
+            open_ended=[i for i, span in enumerate(spans) if span.is_in_flight],
         )
-        places = [place for place, _, _ in spans]
+        places = [span.place for span in spans]
         proposal.launched.append((places, self._launch(plan), False))
         self._end_writing(asked, spans)
-        return [place for place, is_end in zip(places, ends, strict=True) if is_end]
+        return [span.place for span in spans if span.is_end]
+
+    def _can_pass(
+        self, request: Request, num_drafts: int, num_in_flight: int, num_left: int
+    ) -> bool:
+        """num_left: tokens of the pass."""
+        known = request.num_known_tokens
+        num_known = known - self.num_skipped_tokens
+        if num_left == 0 or num_known <= 0:
+            return False
+        if known + num_in_flight + num_drafts > self._max_model_len:
+            return False
+        if num_in_flight == 0:
+            return True
+        seat = self._seats.get(request.key)
+        is_ready = seat is not None and seat.num_true_tokens(num_known) == num_known
+        return is_ready and num_in_flight <= num_left
+
+    def _take_seat(self, request: Request, num_in_flight: int, changes: _RowChanges) -> _Seat:
+        """The request's seat, which knows all that is known of it from now on."""
+        seat = self._seats.get(request.key)
+        appended: list[int] = []
+        if seat is None:
+            seat = self._seat(request)
+            changes.admissions.append(self._admission(request, seat))
+        else:
+            if new := request.tokens[self.num_skipped_tokens + seat.num_known_tokens :]:
+                changes.verified.append((seat.row, new))
+            if num_in_flight:
+                before = seat.num_computed_tokens
+                seat.go_ahead(len(new), num_in_flight)
+                self._complete(request, before, seat.num_computed_tokens)
+            else:
+                seat.catch_up(new, keeps_drafts=self.keeps_drafts)
+            appended = self._usable_blocks(request)[seat.num_blocks :]
+        seat.num_blocks = len(self._usable_blocks(request))
+        changes.new_block_ids.append(appended)
+        return seat
 
     def _next_pass(self, places: list[int], num_drawn: int, proposal: _Proposal) -> None:
         """Compute the newest of the `num_drawn` drafts of each of `places`, draw the next one."""
         seats = [self._seats[proposal.asked[place][0].key] for place in places]
         counts = [1] * len(places)
+        in_flight = [proposal.nums_in_flight.get(place, 0) for place in places]
         drafts = [proposal.found[place] for place in places]
         if proposal.launched:
-            drafts = [[NEWEST] * num_drawn] * len(places)
+            drafts = [[NEWEST] * (num + num_drawn) for num in in_flight]
+        nums_before = [seat.num_known_tokens + n for seat, n in zip(seats, in_flight, strict=True)]
         plan = StepPlan(
             step=self._num_steps,
             rows=[seat.row for seat in seats],
             num_new_tokens=counts,
-            num_computed_tokens=[seat.num_known_tokens + num_drawn - 1 for seat in seats],
+            num_computed_tokens=[num + num_drawn - 1 for num in nums_before],
             num_logits=counts,
             num_samples=counts,
             new_block_ids=[[] for _ in places],
             drafts=[(i, list(its_drafts)) for i, its_drafts in enumerate(drafts)],
+            ahead=[i for i, num in enumerate(in_flight) if num],
         )
         proposal.launched.append((places, self._launch(plan), True))
 
@@ -292,24 +397,24 @@ class DraftModel:
         self._seats[request.key] = seat
         return seat
 
-    def _begin_writing(
-        self, asked: Sequence[tuple[Request, int]], spans: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def _begin_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """No block that the passes write, with drafts or tokens, is complete meanwhile."""
-        for place, first, _ in spans:
-            for block_id in asked[place][0].block_ids[first // self._block_size :]:
+        for span in spans:
+            for block_id in asked[span.place][0].block_ids[span.first // self._block_size :]:
                 self._contents[block_id] = b""
 
-    def _end_writing(
-        self, asked: Sequence[tuple[Request, int]], spans: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def _end_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """Record what is computed now: the blocks that true tokens fill are complete."""
-        for place, first, num_new in spans:
-            request = asked[place][0]
-            end = self._seats[request.key].num_computed_tokens = first + num_new
-            for i in range(first // self._block_size, end // self._block_size):
-                if i < len(request.block_hashes):
-                    self._contents[request.block_ids[i]] = request.block_hashes[i]
+        for span in spans:
+            if not span.is_in_flight:
+                span.seat.num_computed_tokens = end = span.first + span.num_new
+                self._complete(asked[span.place][0], span.first, end)
+
+    def _complete(self, request: Request, start: int, end: int) -> None:
+        """Record that the true tokens [start, end) have KV, as all before."""
+        for i in range(start // self._block_size, end // self._block_size):
+            if i < len(request.block_hashes):
+                self._contents[request.block_ids[i]] = request.block_hashes[i]
 
     def _admission(self, request: Request, seat: _Seat) -> RowAdmission:
         skipped = self.num_skipped_tokens

@@ -34,6 +34,20 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def can_propose_ahead(self) -> bool:
+        """Whether `propose_ahead` may be called."""
+        ...
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        """As `propose`, while a step may be in flight; only the device has these drafts.
+
+        asked: request, at most so many drafts, and how many tokens the step in flight gives it at
+        most, whose drafts were proposed here; 0 = it is in none. Its choice depends on no token and
+        no number of tokens but the index of its noise. Returns `engine.plan.given` of each draft.
+        """
+        ...
+
     def add_finished(self, request: Request) -> None:
         """Learn from a complete answer."""
         ...
@@ -41,6 +55,17 @@ class Drafter(Protocol):
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that left its row; it may come back."""
         ...
+
+
+class HostDrafter:
+    """Part of a drafter whose drafts follow from tokens that the host knows."""
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        return False
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        raise AssertionError("its drafts follow from tokens that the host knows")
 
 
 class DraftPolicy(Protocol):
@@ -112,7 +137,7 @@ class FixedDrafts:
         return None
 
 
-class RequestNgrams:
+class RequestNgrams(HostDrafter):
     """`NgramDrafter` for requests; those with a salt share no answers with others."""
 
     def __init__(self, rules: NgramRules = DEFAULT_RULES) -> None:

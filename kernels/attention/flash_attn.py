@@ -124,6 +124,8 @@ class FlashAttentionMetadata:
 class FlashAttention:
     """A `GraphAttention`; single-token rows and chunks go through the same call."""
 
+    reads_lengths_on_device = True
+
     def __init__(
         self,
         shape: AttentionShape,

@@ -88,6 +88,12 @@ class Phases:
         return self._max_few_tokens
 
     @property
+    def reads_lengths_on_device(self) -> bool:
+        """Whether steps may have other numbers of keys there than the host's, which are bounds."""
+        backends = self._prefill, self._decode, self._verify or self._prefill
+        return all(getattr(backend, "reads_lengths_on_device", False) for backend in backends)
+
+    @property
     def can_capture_verification(self) -> bool:
         """Whether `open_verify_graph` may be called."""
         graph = self._verify_graph

@@ -176,7 +176,9 @@ def build_step(
 class StepPlanner(Protocol):
     """Prepares a step for attention of any kind.
 
-    `Metadata` differs by backend, hence `Any`: only the backend that made it reads it.
+    `Metadata` differs by backend, hence `Any`: only the backend that made it reads it. A backend
+    may say `reads_lengths_on_device = True`: then the host's numbers of keys are only bounds, and
+    those in `RowTensors` count when the step runs.
     """
 
     def plan(self, step: AttentionStep) -> Any:  # noqa: ANN401

@@ -56,6 +56,8 @@ class TritonMetadata:
 class TritonAttention:
     """A `GraphAttention`; keeps no state of a step."""
 
+    reads_lengths_on_device = True
+
     def __init__(
         self,
         shape: AttentionShape,

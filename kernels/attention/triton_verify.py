@@ -342,6 +342,8 @@ def verify_attention(
 class TritonVerify:
     """A `GraphAttention` for steps of rows with at most `max_queries` new tokens each."""
 
+    reads_lengths_on_device = True
+
     def __init__(
         self,
         shape: AttentionShape,

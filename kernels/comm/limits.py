@@ -14,16 +14,23 @@ class SumLimits:
     packets: int  # up to it by packets,
     one_shot: int  # then in one shot, above it in two
     plain: int  # of a sum alone: above it NCCL's
-    norm: int  # of a sum with residual and norm: above it they are apart
+    norm: int  # of a sum with residual and norm, in one or two shots; above it
+    stream: int  # in a stream of pieces; above it they are apart
     shares: int  # of what is gathered or scattered: all ranks' shares together
     is_measured: bool = True
 
 
 _KIB, _MIB = 2**10, 2**20
+_TIB = 2**40
 # Name as the driver gives it, ranks.
 _MEASURED: dict[tuple[str, int], SumLimits] = {
     ("NVIDIA H200", 2): SumLimits(
-        packets=160 * _KIB, one_shot=12 * _MIB, plain=32 * _MIB, norm=32 * _MIB, shares=16 * _MIB
+        packets=160 * _KIB,
+        one_shot=12 * _MIB,
+        plain=32 * _MIB,
+        norm=32 * _MIB,
+        stream=_TIB,
+        shares=16 * _MIB,
     ),
 }
 # What SGLang and vLLM measured on H100 and H200 with kernels of the same kind, halved.
@@ -33,6 +40,7 @@ _GUESSED = {
         one_shot=one_shot,
         plain=4 * _MIB,
         norm=4 * _MIB,
+        stream=0,
         shares=8 * _MIB,
         is_measured=False,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, NUM_SLOTS, data_of
 from kernels.device import device_properties
+from kernels.rms_norm import MAX_ROW
 
 PIECE_BYTES = 8192
 VECTOR_BYTES = 16
@@ -76,6 +77,21 @@ def width_of(x: Tensor) -> int:
     """Elements that are moved together: where the end of `x` cuts a vector, each alone."""
     per_vector = VECTOR_BYTES // x.element_size()
     return per_vector if x.numel() % per_vector == 0 else 1
+
+
+def fits_norm(x: Tensor) -> bool:
+    """Whether a line is one of the rows that `sum_add_norm` takes."""
+    num_bytes = x.shape[-1] * x.element_size()
+    return x.ndim == 2 and num_bytes % VECTOR_BYTES == 0 and x.shape[-1] <= MAX_ROW
+
+
+def check_lines(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Raises AssertionError where a sum with residual and norm cannot take these."""
+    assert x.is_contiguous(), f"strides {x.stride()}"
+    assert residual.is_contiguous(), f"strides {residual.stride()}"
+    assert x.shape == residual.shape, f"{list(x.shape)} and {list(residual.shape)}"
+    assert fits_norm(x), f"{list(x.shape)} in {x.dtype} are no lines of whole vectors"
+    assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
 
 
 @triton.jit

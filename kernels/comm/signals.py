@@ -6,11 +6,12 @@
     its own besides:   count    int64 [MAX_BLOCKS]              equal words: barriers so far
 
 `meet` is a barrier of block b of every rank: it writes the number of the barrier to word (b, own
-rank) of every other rank's signals, and waits until the others have written theirs to its own line
-b. Numbers only grow, and do so on the device: a replayed graph goes on counting, and nothing is
-ever reset. A call takes `BARRIERS` numbers whether or not it needs them, so that `count` tells
-calls, too; 64 bits do not run out. `>=`, because another rank may be in its next call already. It
-cannot be further ahead: that call waits for this rank.
+rank) of every other rank's signals (`signal`), and waits until the others have written theirs to
+its own line b (`wait`). Numbers only grow, and do so on the device: a replayed graph goes on
+counting, and nothing is ever reset. A call takes `BARRIERS` numbers whether or not it needs them,
+so that `count` tells calls, too; one that needs more counts as several. 64 bits do not run out.
+`>=`, because another rank may be in its next call already. It cannot be further ahead: that call
+waits for this rank.
 
 Why one barrier a call is enough. A rank writes data of call k to slot k % 2, before it signals. So
 others' slot must be free of call k - 2. This rank has ended call k - 1 (one stream), in which it
@@ -23,8 +24,8 @@ thread reads with acquire, then the block's barrier holds the others back. Data 
 from the L2 cache of the GPU that has the memory, where other GPUs' writes arrive: never from an L1
 that kept the line of an earlier call.
 
-Blocks wait for blocks, so all of a grid must run at once: grids are at most a block for each
-multiprocessor. Kernels that run beside end by themselves. After `PATIENCE` looks (minutes) a
+Blocks wait for blocks, so grids are at most a block for each multiprocessor, where not said
+otherwise. Kernels that run beside end by themselves. After `PATIENCE` looks (minutes) a
 kernel traps, and the process has an error instead of a hang without end.
 """
 
@@ -90,8 +91,8 @@ def _wait(word, number):
 
 
 @triton.jit
-def meet(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
-    """Wait until block `program_id(0)` of every rank is at barrier `number`.
+def signal(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
+    """Tell block `program_id(0)` of every other rank that all before this is done here.
 
     memories: every rank's, as int64 pointers.
     """
@@ -103,6 +104,12 @@ def meet(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
         addresses = tl.where(ranks == rank, memories[rank].to(tl.int64), addresses)
     words = addresses.to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(words + (line + RANK), number, mask=ranks != RANK, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
+    """Wait until block `program_id(0)` of every other rank has signalled `number`, or more."""
+    line = tl.program_id(0) * _MAX_RANKS
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             _wait(memories[RANK] + (line + rank), number)
@@ -110,8 +117,19 @@ def meet(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
 
 
 @triton.jit
-def end(count_ptr, before) -> None:
-    """Count this call's barriers. Blocks share the words out, so that all are equal afterwards."""
+def meet(memories, number, RANK: tl.constexpr, WORLD: tl.constexpr) -> None:
+    """Wait until block `program_id(0)` of every rank is at barrier `number`."""
+    signal(memories, number, RANK, WORLD)
+    wait(memories, number, RANK, WORLD)
+
+
+@triton.jit
+def end(count_ptr, before, num_calls=1) -> None:
+    """Count this call's barriers. Blocks share the words out, so that all are equal afterwards.
+
+    num_calls: as how many calls this one counts; odd, as calls take turns at the slots.
+    """
     blocks = tl.arange(0, _MAX_BLOCKS)
     is_own = blocks % tl.num_programs(0) == tl.program_id(0)
-    tl.store(count_ptr + blocks, tl.full((_MAX_BLOCKS,), 0, tl.int64) + before + BARRIERS, is_own)
+    after = tl.full((_MAX_BLOCKS,), 0, tl.int64) + before + num_calls * BARRIERS
+    tl.store(count_ptr + blocks, after, is_own)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from kernels.comm.peer_memory import (
     SUM_DTYPES,
-    VECTOR_BYTES,
     PeerMemory,
     add_parts,
+    check_lines,
     columns_of,
     grid_of,
     piece_of,
@@ -33,7 +33,7 @@ from kernels.comm.peer_memory import (
 )
 from kernels.comm.signals import begin, data_of, end, meet, slot_of
 from kernels.pdl import pdl_supported
-from kernels.rms_norm import MAX_ROW, num_warps_of
+from kernels.rms_norm import num_warps_of
 
 
 @triton.jit
@@ -215,20 +215,10 @@ def sum_add_norm(
 
     x, residual: [T, n] contiguous, in one float type; weight: [n], in that or fp32.
     """
-    assert x.is_contiguous(), f"strides {x.stride()}"
-    assert residual.is_contiguous(), f"strides {residual.stride()}"
-    assert x.shape == residual.shape, f"{list(x.shape)} and {list(residual.shape)}"
-    assert fits_norm(x), f"{list(x.shape)} in {x.dtype} are no lines of whole vectors"
-    assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
+    check_lines(x, residual, weight)
     if x.numel() > 0:
         _launch(x, residual, weight, eps, memory, two_shots)
     return x, residual
-
-
-def fits_norm(x: Tensor) -> bool:
-    """Whether a line is one of the rows that `sum_add_norm` takes."""
-    num_bytes = x.shape[-1] * x.element_size()
-    return x.ndim == 2 and num_bytes % VECTOR_BYTES == 0 and x.shape[-1] <= MAX_ROW
 
 
 def _launch(

@@ -12,6 +12,7 @@ prefetches the first columns of its weight rows to the L2 cache, and only then w
 other kernels write.
 """
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -31,6 +32,10 @@ _MAX_TILES = 2048
 _SIZE_MULTIPLE = 16
 _CACHE_LINE_ELEMENTS = tl.constexpr(64)  # of 16 bits
 _MIN_STAGES = 2
+_MAX_STAGES = 8
+_MIN_BLOCK_K = 64  # a line of the cache
+_KIB = 2**10
+_MAX_WASTE = 1.1  # of waves of programs: what they take over what they fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +126,39 @@ def tile_counters(device: torch.device) -> Tensor:
 
 def choose_config(num_tokens: int, weight: Tensor, *, gated: bool) -> SmallConfig:
     """The tiling of a product of `num_tokens` tokens with `weight` [out, in] on its device."""
-    shared_memory_bytes = device_properties(weight.device).shared_memory_per_block_bytes
+    device = device_properties(weight.device)
     num_rows, num_columns = weight.shape
-    shape = shape_of(num_rows, num_columns, gated)
-    return fitted_config(token_bucket(num_tokens), shape, shared_memory_bytes)
+    shape, bucket = shape_of(num_rows, num_columns, gated), token_bucket(num_tokens)
+    return evened_config(
+        bucket, shape, num_rows, device.num_sms, device.shared_memory_per_block_bytes
+    )
+
+
+@cache
+def evened_config(
+    bucket: int, shape: Shape, num_rows: int, num_sms: int, shared_memory_bytes: int
+) -> SmallConfig:
+    """`fitted_config`; with less memory a program where only a few would run after all others.
+
+    Then all run at once, and share what the GPU's memory gives until the end. Where they are too
+    many for that, the tiling stays.
+    """
+    config = fitted_config(bucket, shape, shared_memory_bytes)
+    num_programs = triton.cdiv(num_rows, config.block_n) * config.split_k
+    needed = config.num_stages * stage_bytes(config, bucket) + 2 * _KIB
+    waves = num_programs / (num_sms * ((shared_memory_bytes + _KIB) // needed))
+    if waves <= 1 or math.ceil(waves) <= _MAX_WASTE * waves:
+        return config
+    # A program has 1 KiB reserved, and keeps barriers beside its tiles.
+    given = (shared_memory_bytes + _KIB) // triton.cdiv(num_programs, num_sms) - 2 * _KIB
+    block_k = config.block_k
+    while block_k >= _MIN_BLOCK_K:
+        evened = replace(config, block_k=block_k)
+        num_stages = min(given // stage_bytes(evened, bucket), _MAX_STAGES)
+        if num_stages > _MIN_STAGES:
+            return replace(evened, num_stages=num_stages)
+        block_k //= 2
+    return config
 
 
 @cache

@@ -16,23 +16,10 @@ from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.runs import MIN_HALF
-from kernels.quant.steps import FP8, Codes, add_run, add_tile, scaled_run
+from kernels.quant.steps import FP8, Codes, add_run, add_tile
 from kernels.quant.to_matrix import int4_matrix
 
 _SIZE_MULTIPLE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunScales:
-    """Scales in the order in which a product reads them: a run of columns, all rows of it.
-
-    A program's rows have their scales side by side then, and a stage loads them with its numbers:
-    four bytes a row are the least that is copied to shared memory.
-    """
-
-    # [experts, runs, N] int32: factors of `scale_e2m1`, of the first half of a run in the low bits
-    words: Tensor
-    is_gated: bool  # whether rows of gate and up alternate, as in a gated product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +34,10 @@ class CodedExperts:
     tile_columns: int
     half: int = 0  # 4 bits
     factors: Tensor | None = None  # [experts, N] fp32; NVFP4
-    run_scales: RunScales | None = None  # MXFP4_SMALL
+
+    @property
+    def can_be_matrices(self) -> bool:
+        return self.half > 0
 
     @property
     def shape(self) -> torch.Size:
@@ -77,7 +67,7 @@ class CodedExperts:
 
     def matrices(self, dtype: torch.dtype) -> Tensor:
         """[experts, N, K] in `dtype`; of weights of 4 bits."""
-        assert self.half, "numbers of 8 bits are not made matrices"
+        assert self.can_be_matrices, "numbers of 8 bits are not made matrices"
         num_experts, num_rows, num_columns = self.shape
         operand = FourBitOperand(
             packed=self.data.flatten(0, 1),
@@ -88,19 +78,6 @@ class CodedExperts:
             factors=None if self.factors is None else self.factors.flatten(),
         )
         return int4_matrix(operand, dtype).view(num_experts, num_rows, num_columns)
-
-
-def with_run_scales(weight: CodedExperts, *, is_gated: bool) -> CodedExperts:
-    """The weight with scales by run besides, where its product can use them."""
-    if weight.codes is not Codes.MXFP4_SMALL or weight.half != weight.tile_columns:
-        return weight
-    num_experts, num_rows, _ = weight.shape
-    halves = weight.scales.view(num_experts, num_rows, -1, 2).to(torch.int32) + 126 << 7
-    words = halves[..., 0] | halves[..., 1] << 16
-    if is_gated:
-        words = words.view(num_experts, 2, num_rows // 2, -1).transpose(1, 2).flatten(1, 2)
-    by_run = words.transpose(1, 2).contiguous()
-    return replace(weight, run_scales=RunScales(words=by_run, is_gated=is_gated))
 
 
 def supports_coded(weight: CodedExperts) -> bool:
@@ -133,11 +110,11 @@ def coded_product(
     K: tl.constexpr, CODES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr, KNOWS_E4M3: tl.constexpr,
-    USES_PTX: tl.constexpr, UNROLL: tl.constexpr, run_scales_ptr, tile_n,
+    USES_PTX: tl.constexpr, UNROLL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """[BLOCK_M, BLOCK_N]: gathered rows times the rows `w_rows` of an expert, its tile `tile_n`.
+    """[BLOCK_M, BLOCK_N]: gathered rows times the rows `w_rows` of an expert.
 
-    4 bits: BLOCK_K bytes are a run of 2 * BLOCK_K columns. run_scales_ptr: of `RunScales` or None.
+    4 bits: BLOCK_K bytes are a run of 2 * BLOCK_K columns.
     """
     IS_FP8: tl.constexpr = CODES == FP8
     WIDTH: tl.constexpr = K if IS_FP8 else K // 2
@@ -148,9 +125,6 @@ def coded_product(
     data_pointers = data_ptr + rows[:, None] * WIDTH + offsets[None, :]
     tile_rows = expert.to(tl.int64) * NUM_TILE_ROWS + w_rows // TILE_ROWS
     scale_pointers = scales_ptr + tile_rows * NUM_TILES
-    if run_scales_ptr is not None:
-        first_word = expert.to(tl.int64) * (K // STEP * N) + tile_n * BLOCK_N
-        word_pointers = run_scales_ptr + first_word + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, K, STEP, num_stages=NUM_STAGES, loop_unroll_factor=UNROLL):
@@ -167,15 +141,10 @@ def coded_product(
             tl.static_assert(K % STEP == 0, "runs fill the columns")
             high_x = tl.load(x_pointers + k + BLOCK_K, mask=is_row, other=0.0)
             packed = tl.load(data_pointers + k // 2)
-            if run_scales_ptr is not None:
-                words = tl.load(word_pointers + k // STEP * N)
-                low_factors, high_factors = words & 0xFFFF, (words >> 16) & 0xFFFF
-                acc += scaled_run(x, high_x, packed, low_factors, high_factors)
-            else:
-                acc = add_run(
-                    acc, x, high_x, packed, scale_pointers, k, CODES, BLOCK_K, TILE_COLUMNS,
-                    NUM_TILES, USES_PTX,
-                )  # fmt: skip
+            acc = add_run(
+                acc, x, high_x, packed, scale_pointers, k, CODES, BLOCK_K, TILE_COLUMNS, NUM_TILES,
+                USES_PTX,
+            )  # fmt: skip
     if HAS_FACTORS:
         acc *= tl.load(factors_ptr + rows)[:, None]
     return tl.trans(acc)

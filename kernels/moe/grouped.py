@@ -30,11 +30,14 @@ from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts, coded_product
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
 from kernels.moe.gate import gate_factor, up_factor
+from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_product, prefetch_tile
 from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import knows_e4m3, uses_ptx
+
+ExpertWeight = Tensor | CodedExperts | Mxfp4Experts
 
 
 @triton.jit
@@ -45,6 +48,21 @@ def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constex
     height = tl.minimum(num_blocks - first, GROUP_M)
     inside = program % group_size
     return first + inside % height, inside // height
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr, expert_ptr, tile_n, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    PREFETCH_K: tl.constexpr, IS_MXFP4: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the first columns of a tile to the L2 cache."""
+    expert = tl.load(expert_ptr)
+    if expert >= 0:
+        if IS_MXFP4:
+            prefetch_tile(weight_ptr, expert, tile_n, N, K, BLOCK_N, PREFETCH_K)
+        else:
+            rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            prefetch_rows(weight_ptr, expert.to(tl.int64) * N + rows, 0, K, PREFETCH_K)
 
 
 @triton.jit
@@ -111,6 +129,31 @@ def _product_by_tma(
 
 
 @triton.jit
+def _quantised_product(
+    x_pointers, is_row, data_ptr, scales_ptr, factors_ptr, expert, tile_n, N: tl.constexpr,
+    K: tl.constexpr, IS_GATED: tl.constexpr, CODES: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr,
+    UNROLL: tl.constexpr, IS_MXFP4: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
+    if IS_MXFP4:
+        acc = mxfp4_product(
+            x_pointers, is_row, data_ptr, scales_ptr, expert, tile_n, N, K, BLOCK_M, BLOCK_N,
+            NUM_STAGES, UNROLL, USES_PTX,
+        )  # fmt: skip
+    else:
+        w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
+        acc = coded_product(
+            x_pointers, is_row, data_ptr, scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
+            TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
+            KNOWS_E4M3, USES_PTX, UNROLL,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
 def _gated(
     acc, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -146,7 +189,7 @@ def _bias_of(
 def _moe_grouped_kernel(
     x,  # [tokens, K] if IS_GATED, else [num_blocks BLOCK_M, K], or a descriptor of it if BY_TMA
     weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them; or coded
-    code_scales_ptr,  # those of `CodedExperts` if CODES is not None
+    code_scales_ptr,  # those of `CodedExperts` if CODES is not None, or of `Mxfp4Experts`
     factors_ptr,  # those of `CodedExperts` if HAS_FACTORS
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
@@ -180,7 +223,7 @@ def _moe_grouped_kernel(
     KNOWS_E4M3: tl.constexpr = False,
     USES_PTX: tl.constexpr = False,
     UNROLL: tl.constexpr = 1,
-    run_scales_ptr=None,  # those of `RunScales`
+    IS_MXFP4: tl.constexpr = False,  # `Mxfp4Experts`
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -188,9 +231,9 @@ def _moe_grouped_kernel(
     block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
     if USE_PDL:
         if PREFETCH_K > 0:
-            early = tl.maximum(tl.load(experts_ptr + block), 0).to(tl.int64)
-            w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-            prefetch_rows(prefetched_ptr, early * N + w_rows, 0, K, PREFETCH_K)
+            _prefetch(
+                prefetched_ptr, experts_ptr + block, tile_n, N, K, BLOCK_N, PREFETCH_K, IS_MXFP4
+            )
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts_ptr + block)
@@ -210,12 +253,11 @@ def _moe_grouped_kernel(
             x, x_pointers, is_route, block * BLOCK_M, weight, expert, tile_n, K, IS_GATED, BLOCK_M,
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    elif CODES is not None:
-        w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
-        acc = coded_product(
-            x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
-            TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
-            KNOWS_E4M3, USES_PTX, UNROLL, run_scales_ptr, tile_n,
+    elif CODES is not None or IS_MXFP4:
+        acc = _quantised_product(
+            x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, tile_n, N, K,
+            IS_GATED, CODES, TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K,
+            NUM_STAGES, HAS_FACTORS, KNOWS_E4M3, USES_PTX, UNROLL, IS_MXFP4,
         )  # fmt: skip
     else:
         acc = _product(
@@ -237,7 +279,7 @@ def _moe_grouped_kernel(
 
 def grouped_gate_up(
     x: Tensor,
-    weight: Tensor | CodedExperts,
+    weight: ExpertWeight,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -255,7 +297,7 @@ def grouped_gate_up(
 
 def grouped_down(
     inner: Tensor,
-    weight: Tensor | CodedExperts,
+    weight: ExpertWeight,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -274,7 +316,7 @@ def grouped_down(
 
 def _launch(
     x: Tensor,
-    weight: Tensor | CodedExperts,
+    weight: ExpertWeight,
     routes: Routes,
     blocks: Blocks,
     y: Tensor,
@@ -299,7 +341,7 @@ def _launch(
         blocks.routes,
         blocks.experts,
         routes.weights,
-        weight.data if isinstance(weight, CodedExperts) else weight,
+        weight if isinstance(weight, Tensor) else weight.data,
         form.gate_up_bias if is_gated else form.down_bias,
         y,
         num_blocks,
@@ -323,39 +365,34 @@ def _launch(
 
 
 def _operand(
-    x: Tensor, weight: Tensor | CodedExperts, tile: Tile, *, is_gated: bool
+    x: Tensor, weight: ExpertWeight, tile: Tile, *, is_gated: bool
 ) -> tuple[tuple[Any, Tensor | None, Tensor | None], dict[str, Any]]:
     """The kernel's arguments for the weight, its scales and factors; and constants."""
-    if isinstance(weight, CodedExperts):
-        assert not tile.by_tma, "the copy engine does not load quantised experts"
-        assert tile.prefetch_k == 0, "quantised experts are not prefetched"
-        assert weight.half in (0, tile.block_k), f"runs of {weight.half}, {tile.block_k} a tile"
-        coding = {
-            "CODES": weight.codes,
-            "TILE_ROWS": weight.tile_rows,
-            "TILE_COLUMNS": weight.tile_columns,
-            "NUM_TILES": weight.scales.shape[2],
-            "NUM_STAGES": tile.num_stages,
-            "HAS_FACTORS": weight.factors is not None,
-            "KNOWS_E4M3": knows_e4m3(x.device),
-            "USES_PTX": uses_ptx(x.device),
-            "UNROLL": tile.unroll,
-            "run_scales_ptr": _run_scales(x, weight, tile, is_gated=is_gated),
-        }
-        return (weight.data, weight.scales, weight.factors), coding
-    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
-    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
-    pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
-    return (pieces, None, None), {}
-
-
-def _run_scales(x: Tensor, weight: CodedExperts, tile: Tile, *, is_gated: bool) -> Tensor | None:
-    """Scales by run where the kernel can use them: whole tiles, numbers scaled in bfloat16."""
-    scales = weight.run_scales
-    can_use = uses_ptx(x.device) and x.dtype is torch.bfloat16
-    if scales is None or not can_use or scales.is_gated != is_gated:
-        return None
-    return None if weight.shape[1] % tile.block_n else scales.words
+    if isinstance(weight, Tensor):
+        assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
+        assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
+        pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
+        return (pieces, None, None), {}
+    assert not tile.by_tma, "the copy engine does not load quantised experts"
+    coding = {
+        "NUM_STAGES": tile.num_stages,
+        "USES_PTX": uses_ptx(x.device),
+        "UNROLL": tile.unroll,
+    }
+    if isinstance(weight, Mxfp4Experts):
+        weight.check(tile, is_gated=is_gated)
+        return (weight.data, weight.scales, None), coding | {"IS_MXFP4": True}
+    assert tile.prefetch_k == 0, "only MXFP4's words are prefetched"
+    assert weight.half in (0, tile.block_k), f"runs of {weight.half}, {tile.block_k} a tile"
+    coding |= {
+        "CODES": weight.codes,
+        "TILE_ROWS": weight.tile_rows,
+        "TILE_COLUMNS": weight.tile_columns,
+        "NUM_TILES": weight.scales.shape[2],
+        "HAS_FACTORS": weight.factors is not None,
+        "KNOWS_E4M3": knows_e4m3(x.device),
+    }
+    return (weight.data, weight.scales, weight.factors), coding
 
 
 def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:

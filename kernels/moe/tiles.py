@@ -160,20 +160,30 @@ _CODED_BY_ROUTES = (
     (64, Tile(64, 64, 128, 8, 4, 3)),
     (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
 )
-# Of 4 bits. Measured on an H200 with gpt-oss-20b's shapes in MXFP4: two warps of 16 rows each do
-# not wait for each other's products, 215 us a layer of 16 tokens where four of 64 take 235.
+# Of 4 bits.
 _FOUR_BIT_BY_ROUTES = (
-    (16, Tile(16, 32, 128, 1, 2, 3, unroll=3)),
+    (16, Tile(16, 64, 128, 1, 4, 4)),
     (32, Tile(32, 64, 128, 4, 4, 4)),
     (64, Tile(64, 64, 128, 8, 4, 3)),
     (ALWAYS, Tile(128, 64, 64, 16, 4, 4)),
 )
+# Of `kernels.moe.mxfp4`: not measured yet.
+_MXFP4_INVARIANT = Tile(16, 64, 32, 1, 2, 3, unroll=3)
+_MXFP4_BY_ROUTES = (
+    (1, Tile(8, 32, 32, 1, 2, 4, unroll=3, prefetch_k=2048)),
+    (4, Tile(8, 64, 32, 1, 2, 3, unroll=3, prefetch_k=1024)),
+    (16, Tile(16, 64, 32, 1, 2, 3, unroll=3, prefetch_k=1024)),
+    (32, Tile(32, 64, 32, 4, 2, 3, unroll=3)),
+    (ALWAYS, Tile(64, 64, 32, 8, 2, 3)),
+)
 # Routes an expert from which quantised experts are made matrices: decoding in registers takes half
 # of a product's time, a matrix is written once, two bytes a number, and its products are dense. On
-# an H200, at 128 routes an expert: 492 us to write both, 342 and 196 to multiply, 701 and 368 to do
-# both in registers.
+# an H200, gpt-oss-20b: 500 us to write both. At 128 routes an expert 342 and 196 to multiply, 564
+# and 285 to do both in registers; at 2,048 routes 2,908 and 1,699 by the copy engine, 3,432 and
+# 1,956 without.
 _MATRIX_ROUTES = 256
 _MATRIX_TILE = Tile(128, 256, 64, 16, 8, 4)
+_TMA_CAPABILITY = (9, 0)
 _LADDER = tuple(2**i for i in range(3, 15))
 
 
@@ -212,15 +222,20 @@ def build_coded_plan(
     fit_down: Callable[[Tile], Tile],
     *,
     is_deterministic: bool = False,
+    is_mxfp4: bool = False,
     matrix_device: DeviceProperties | None = None,
 ) -> TilePlan:
     """The tilings of a mixture of quantised experts; of FP8 not measured yet.
 
     fit_gate_up, fit_down: what makes a tile one for the weight's scales and the GPU.
+    is_mxfp4: whether both weights are of `kernels.moe.mxfp4`.
     matrix_device: of experts of 4 bits, which can be made matrices; None = they cannot.
     """
-    by_routes = _CODED_BY_ROUTES if matrix_device is None else _FOUR_BIT_BY_ROUTES
-    steps = [(ALWAYS, _CODED_INVARIANT)] if is_deterministic else _by_tokens(shape, by_routes)
+    by_routes: tuple[tuple[int, Tile], ...] = _MXFP4_BY_ROUTES
+    if not is_mxfp4:
+        by_routes = _CODED_BY_ROUTES if matrix_device is None else _FOUR_BIT_BY_ROUTES
+    invariant = _MXFP4_INVARIANT if is_mxfp4 else _CODED_INVARIANT
+    steps = [(ALWAYS, invariant)] if is_deterministic else _by_tokens(shape, by_routes)
     pairs = (
         Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
         for most, tile in steps
@@ -231,8 +246,13 @@ def build_coded_plan(
     return replace(
         plan,
         matrices_from=-(-_MATRIX_ROUTES * shape.num_experts // shape.num_active),
-        matrix_tile=fitted(_MATRIX_TILE, matrix_device),
+        matrix_tile=fitted(replace(_MATRIX_TILE, by_tma=has_tma(matrix_device)), matrix_device),
     )
+
+
+def has_tma(device: DeviceProperties) -> bool:
+    """Whether the GPU has a copy engine for tiles."""
+    return device.capability is not None and device.capability >= _TMA_CAPABILITY
 
 
 def _pairs_by_routes(

@@ -2,13 +2,16 @@
 
     python -m load_tests.lab.bench_accepted --shapes qwen3-8b --drafts 3:2.5 1:1.75
     python -m load_tests.lab.bench_accepted --drafts 3:2.5 --attention-backend prefill
+    python -m load_tests.lab.bench_accepted --drafts 3:2.5 --draft-shapes qwen3-draft
     python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1
 
 3:2.5 = three drafts a row in every step, of which a row gets 2.5 tokens on average. Acceptance is
 synthetic: drafts are arbitrary ids that cost nothing, each step computes and samples as any other,
 and then as many drafts count as are drawn here, each with one probability after those before it.
 So the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep:
-the controller decides how many drafts there are, for each such probability.
+the controller decides how many drafts there are, for each such probability. --draft-shapes: a model
+of such shapes makes the drafts, by passes that are part of the time; they count as is drawn here,
+decided on the device where steps overlap.
 
 In this process, weights at random, greedy, no prefix cache. Milliseconds a token = 128th part of
 the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
@@ -29,13 +32,20 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from configs.load import load_config
 from configs.schema import AppConfig
 from engine.core import Executor, PendingStep
+from engine.models.llama_weights import layer_tensors, outer_tensors
+from engine.models.spec import load_spec
 from engine.plan import StepPlan, StepResult
 from engine.request import Request
+from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
+from engine.speculation.drafter import HostDrafter, RequestNgrams
+from kernels.guesses import GuessedLines
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES
@@ -46,7 +56,7 @@ NUM_NEW = 128  # timed tokens of every row, after its first
 DRAFT_ID = 7  # any token that ends no request
 
 
-class ArbitraryDrafts:
+class ArbitraryDrafts(HostDrafter):
     """A drafter whose guesses cost nothing; how many count is said elsewhere."""
 
     @property
@@ -75,22 +85,42 @@ class SyntheticAcceptance:
     """
 
     def __init__(self, executor: Executor, *, seed: int) -> None:
+        """Where the executor's drafts are a model's, samples are changed on its device."""
         self._executor = executor
         self._draw = random.Random(seed)
+        self.guesses = executor.guesses if isinstance(executor, DeviceExecutor) else None
+        if self.guesses is not None:
+            self.guesses.rows.overrule = self._overrule
         self.probability = 0.0
         self.steps: list[tuple[int, float]] = []  # with drafts: their rows, the device's seconds
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return _Accepting(plan, self._executor.launch(plan), self)
 
+    def _overrule(self, drawn: Tensor, following: Tensor, guessed: GuessedLines) -> None:
+        """Change samples so that as many drafts count as are drawn here, and not one more."""
+        num_rows, width = guessed.lines.shape
+        nums = [self._num_accepted(width) for _ in range(num_rows)]
+        num_right = torch.tensor(nums).pin_memory() if drawn.is_cuda else torch.tensor(nums)
+        num_right = num_right.to(drawn.device, non_blocking=True)[:, None]
+        places = torch.arange(width, device=drawn.device)
+        is_judged = places < guessed.counts[:, None] - 1
+        samples, drafts = drawn[guessed.lines], following[guessed.lines]
+        wrong = torch.where(samples == drafts, (drafts + 1) % 2, samples)  # another token
+        samples = torch.where(is_judged & (places < num_right), drafts, samples)
+        samples = torch.where(is_judged & (places == num_right), wrong, samples)
+        drawn[guessed.lines] = samples
+
     def accept(self, plan: StepPlan, result: StepResult) -> StepResult:
         """`result` of a step with drafts, with other tokens for the rows that have them."""
+        if result.duration_s is not None:
+            self.steps.append((len(plan.drafts), result.duration_s))
+        if self.guesses is not None:
+            return result  # changed already
         tokens = list(result.tokens)
         for index, drafts in plan.drafts:
             if drafts and tokens[index]:
                 tokens[index] = drafts[: self._num_accepted(len(drafts))] + tokens[index][:1]
-        if result.duration_s is not None:
-            self.steps.append((len(plan.drafts), result.duration_s))
         return msgspec.structs.replace(result, tokens=tokens)
 
     def _num_accepted(self, num_drafts: int) -> int:
@@ -182,7 +212,8 @@ class Bench:
         self.acceptance: SyntheticAcceptance | None = None
         drafting = ours.engine.core.scheduler.drafting
         if drafting.drafter is not None:
-            drafting.drafter = ArbitraryDrafts()
+            if isinstance(drafting.drafter, RequestNgrams):
+                drafting.drafter = ArbitraryDrafts()
             ours.engine.core.wrap_executor(self._wrap)
 
     def _wrap(self, executor: Executor) -> SyntheticAcceptance:
@@ -232,6 +263,19 @@ class Bench:
         return took_s
 
 
+def save_random_weights(folder: Path) -> None:
+    """All tensors that the folder's config.json says, in bf16."""
+    spec = load_spec(folder)
+    layers = [layer_tensors(spec, layer) for layer in range(spec.num_layers)]
+    tensors = {
+        name: torch.randn(shape, dtype=torch.bfloat16) * 0.02
+        for fields in (outer_tensors(spec), *layers)
+        for tensor in fields.values()
+        for name, shape in tensor.part_shapes()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) -> AppConfig:
     """drafts: always so many; None with --sweep: as the controller decides; else none."""
     settings: dict[str, object] = {
@@ -248,7 +292,9 @@ def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) 
     }
     if drafts is not None:
         settings |= {
-            "speculation.drafter": "ngram",  # another takes its place
+            "speculation.drafter": "draft_model" if args.draft_model else "ngram",
+            "speculation.model_path": args.draft_model,
+            "scheduler.overlap": False if args.in_turn else None,
             "speculation.max_drafts": drafts.num_drafts,
             "speculation.max_temperature": 9.0,
             "speculation.adaptive": bool(args.sweep),
@@ -320,6 +366,9 @@ def build_parser() -> argparse.ArgumentParser:
     works = [(work.num_rows, work.num_tokens) for work in DECODES]
     parser.add_argument("--works", nargs="+", type=parse_work, default=works, metavar="ROWSxTOKENS")
     parser.add_argument("--drafts", nargs="*", default=[], metavar="DRAFTS:LENGTH")
+    parser.add_argument("--draft-shapes", choices=sorted(SHAPES), help="of a model that drafts")
+    parser.set_defaults(draft_model=None)  # its folder
+    parser.add_argument("--in-turn", action="store_true", help="steps with drafts do not overlap")
     parser.add_argument("--sweep", nargs="*", type=float, default=[], metavar="PROBABILITY")
     parser.add_argument("--max-drafts", type=int, default=8, help="with --sweep")
     parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="decode")
@@ -340,6 +389,9 @@ def main() -> None:
     header += ["rows a step", "device ms"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or write_shapes(args.shapes, Path(scratch), args.weight_format)
+        if args.draft_shapes is not None:
+            args.draft_model = str(write_shapes(args.draft_shapes, Path(scratch) / "drafts"))
+            save_random_weights(Path(args.draft_model))
         print("\n" + render_rows([header, *measure(folder, args)]))
 
 

@@ -3,9 +3,9 @@
     python -m load_tests.lab.bench_comm [--ranks 2] [--widths 5120 8192] [--rows 1 16 64 ...]
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
-and norm in one kernel, `+ norm` the sum and the norm after it; `gather` of as much from each rank.
-`of more` blocks: two on a multiprocessor. What `kernels.comm.limits` holds is read from here.
-Processes see one GPU each.
+and norm in one kernel, so is `stream`, in pieces; `+ norm` the sum and the norm after it; `gather`
+of as much from each rank. `of more` blocks: two on a multiprocessor. What `kernels.comm.limits`
+holds is read from here. Processes see one GPU each.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from engine.ranks.rank import Rank
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.shares import gather_shares
 from kernels.comm.signals import MAX_BLOCKS
+from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from load_tests.tables import render_rows
@@ -45,6 +46,7 @@ COLUMNS = (
     "one shot of more",
     "two shots, fused",
     "two shots of more",
+    "stream",
     "NCCL + norm",
     "packets",
     "one shot",
@@ -73,6 +75,7 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
         "NCCL + norm": then_norm,
         "NCCL": partial(nccl.all_reduce, x),
         "norm": partial(rms_norm_add, *rows),
+        "stream": partial(stream_add_norm, *rows, memory),
     }
     if fits_packets(x, size):
         found["packets"] = partial(sum_by_packets, x, memory)

@@ -1,6 +1,7 @@
-"""How long one linear map of Qwen3-8B takes on a GPU, by each kernel that may compute it.
+"""How long one linear map of a model takes on a GPU, by each kernel that may compute it.
 
     python -m load_tests.lab.bench_linear --tokens 64 128 256
+    python -m load_tests.lab.bench_linear --kinds gated:25600x5120 deep:5120x12800 --tokens 1 16
     python -m load_tests.lab.bench_linear --kinds gated --tokens 256 --cut 256,128,64,64,8,3,512
 
 Each kernel is first held against float64. Then a CUDA graph computes one product with each of
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
+from kernels.device import device_properties
 from kernels.linear.large import large_gated_linear, large_linear, num_multiprocessors
 from kernels.linear.medium import (
     MediumConfig,
@@ -31,15 +33,19 @@ from kernels.linear.medium import (
 )
 from kernels.linear.small import (
     MAX_SMALL_TOKENS,
+    SmallConfig,
+    fitted_config,
+    shape_of,
     small_gated_linear,
     small_linear,
     tile_counters,
+    token_bucket,
 )
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200
 from load_tests.tables import render_rows
 
-# Weight rows (gate's and up's together) and columns.
+# Weight rows (gate's and up's together) and columns, of Qwen3-8B.
 KINDS = {
     "gated": (24576, 4096),
     "deep": (4096, 12288),
@@ -88,18 +94,39 @@ def kernels_of(num_tokens: int, gated: bool, cuts: Sequence[MediumConfig]) -> di
         found[f"medium {name}"] = partial(_by_cut, medium, cut)
     if num_tokens <= MAX_SMALL_TOKENS:
         found["small"] = lambda x, weight: small(x, weight, None, counters)
+        found["small, not evened"] = lambda x, weight: small(
+            x, weight, None, counters, _measured_cut(num_tokens, weight, gated)
+        )
     found["large"] = lambda x, weight: large(x, weight, None)
     return found
+
+
+def _measured_cut(num_tokens: int, weight: Tensor, gated: bool) -> SmallConfig:
+    """As measured with another weight of its shape."""
+    num_bytes = device_properties(weight.device).shared_memory_per_block_bytes
+    shape = shape_of(weight.shape[0], weight.shape[1], gated)
+    return fitted_config(token_bucket(num_tokens), shape, num_bytes)
 
 
 def _by_cut(medium: Callable[..., Tensor], cut: MediumConfig, x: Tensor, weight: Tensor) -> Tensor:
     return medium(x, weight, None, cut)
 
 
+def size_of(kind: str) -> tuple[int, int]:
+    """A weight's rows and columns: of a name, or of `name:ROWSxCOLUMNS`."""
+    name, _, size = kind.partition(":")
+    if name not in KINDS:
+        raise argparse.ArgumentTypeError(f"{name}: one of {', '.join(KINDS)}")
+    if not size:
+        return KINDS[name]
+    num_rows, num_columns = (int(part) for part in size.split("x"))
+    return num_rows, num_columns
+
+
 def measure(kind: str, num_tokens: int, cuts: Sequence[MediumConfig]) -> Iterator[Timing]:
     """Every kernel on products of `kind`. Raises RuntimeError for one that computes wrongly."""
-    num_rows, num_columns = KINDS[kind]
-    gated = kind == "gated"
+    num_rows, num_columns = size_of(kind)
+    gated = kind.startswith("gated")
     num_weights = max(2, -(-MIN_WEIGHT_BYTES // (2 * num_rows * num_columns)))
     weights = [_random(num_rows, num_columns) * num_columns**-0.5 for _ in range(num_weights)]
     x = _random(num_tokens, num_columns)
@@ -181,7 +208,9 @@ def render(timings: Sequence[Timing]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS))
+    parser.add_argument(
+        "--kinds", nargs="+", type=_kind, default=list(KINDS), metavar="NAME[:ROWSxCOLUMNS]"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument(
         "--cut",
@@ -193,6 +222,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write everything to this file")
     return parser.parse_args()
+
+
+def _kind(text: str) -> str:
+    size_of(text)
+    return text
 
 
 def _cut(text: str) -> MediumConfig:

@@ -27,6 +27,7 @@ from configs.load import load_config
 from engine.messages import TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.speculation.drafter import HostDrafter
 from engine.text.tokenizing import load_tokenizer
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.prompts import build_prompts
@@ -35,7 +36,7 @@ from load_tests.tables import describe_machine
 MODELS = Path(__file__).parents[2] / "demo_model"
 
 
-class Synthetic:
+class Synthetic(HostDrafter):
     """The drafter of --acceptance: known answers, each token right with one probability."""
 
     def __init__(self, acceptance: float, vocab_size: int) -> None:

@@ -3,6 +3,7 @@
     RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 \\
         python -m load_tests.lab.gang_deaths --out gang_deaths.md
     python -m load_tests.lab.gang_deaths --device cuda    # a unified worker on two GPUs
+    python -m load_tests.lab.gang_deaths --sizes 1 2      # one rank prefills, two decode
 
 Once a unified worker, once a prefill and a decode worker (on GPUs that takes four). Each cell is a
 handful of streamed requests to the real application, one signal to one rank, and a look at what
@@ -58,7 +59,6 @@ APART: dict[str, object] = {
     "workers.decode": 1,
     "handoff.piece_bytes": 1,  # a block a piece: a transfer takes as long as its prompt
 }
-DEPLOYMENTS = ((UNIFIED, ("unified",)), (APART, ("prefill", "decode")))
 # In fp32, so that only sums in another order stand between a GPU's tokens and a CPU's.
 ON_GPUS: dict[str, object] = {
     "model.device": "cuda",
@@ -69,7 +69,6 @@ ON_GPUS: dict[str, object] = {
     "workers.num_gpus": 1,
     "cache.num_blocks": 2048,
 }
-GPUS_APART = 2 * NUM_RANKS
 PHASES = (
     "before a prompt",
     "mid prompt",
@@ -88,6 +87,9 @@ HEADER = (
     "left over",
 )
 COMMAND = "RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 python -m load_tests.lab.gang_deaths"
+
+
+Sizes = dict[str, int]  # role -> ranks of its worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +153,10 @@ def draw_cases(rng: random.Random) -> GangCases:
 class GangStage:
     """Workers of several ranks, and who is who in the one that is to fail."""
 
-    def __init__(self, system: System, cases: GangCases, role: str) -> None:
+    def __init__(self, system: System, cases: GangCases, role: str, sizes: Sizes) -> None:
         """role: of the worker that is to fail."""
         self.system = system
+        self._num_ranks, self._sizes = sizes[role], sizes
         self._cases = cases
         self._salts = (f"{role} salt {number}" for number in itertools.count())
         self._role = role
@@ -161,7 +164,10 @@ class GangStage:
 
     def names(self) -> list[str]:
         """Of the ranks' actors, in their order."""
-        return [self._worker, *(rank_name(self._worker, rank) for rank in range(1, NUM_RANKS))]
+        return [
+            self._worker,
+            *(rank_name(self._worker, rank) for rank in range(1, self._num_ranks)),
+        ]
 
     def pids(self) -> list[int]:
         """Raises AssertionError while a rank does not answer."""
@@ -236,8 +242,8 @@ class GangStage:
         groups = sorted(worker_groups(self.system.name))
         workers = sorted(self.system.application.workers())
         left += [f"groups of {groups}"] if groups != workers else []
-        rings = num_rings()
-        left += [f"{rings} rings"] if rings != len(workers) else []
+        rings, num_gangs = num_rings(), sum(size > 1 for size in self._sizes.values())
+        left += [f"{rings} rings"] if rings != num_gangs else []
         return left
 
 
@@ -256,18 +262,19 @@ def num_rings() -> int:
     return len({word for word in words if word.startswith("@laps-ring-")})
 
 
-def render(outcomes: Sequence[Outcome], seed: int, device: str) -> str:
+def render(outcomes: Sequence[Outcome], options: str, device: str) -> str:
     """The record, in markdown."""
     machine = ", ".join(f"{what}: {value}" for what, value in describe_machine().items())
     return "\n".join(
         [
             "# What the death of a rank costs",
             "",
-            f"    {COMMAND} --device {device} --seed {seed}",
+            f"    {COMMAND} {options}",
             "",
-            f"Workers of {NUM_RANKS} ranks ({device}), the shipped model, workers.stall_s",
-            f"{STALL_S:g}, supervisor_silence_s 8; {machine}. {NUM_STREAMS} streams of",
-            f"{STREAM_TOKENS} tokens, and a prompt of {PROMPT_TOKENS} tokens but for `mid stream`.",
+            f"Workers of {NUM_RANKS} ranks, if no sizes are named, the shipped model; on {device},",
+            f"workers.stall_s {STALL_S:g}, supervisor_silence_s 8; {machine}.",
+            f"{NUM_STREAMS} streams of {STREAM_TOKENS} tokens, and a prompt of {PROMPT_TOKENS}",
+            "tokens but for `mid stream`.",
             "Once a unified worker, once a prefill and a decode worker, of which one is hit; there",
             "`mid prompt` is mid transfer as well: a prompt's blocks move as it computes.",
             "Every answer is compared token for token with an engine of one rank. Whole again:",
@@ -281,13 +288,31 @@ def render(outcomes: Sequence[Outcome], seed: int, device: str) -> str:
     )
 
 
-def deployments(device: str) -> list[tuple[dict[str, object], tuple[str, ...]]]:
-    """Settings of each application, and the roles of its workers."""
+def deployments(
+    device: str, sizes: tuple[int, int] | None
+) -> list[tuple[dict[str, object], Sizes]]:
+    """Settings of each application, and the sizes of its workers."""
+    unified, apart = {"unified": NUM_RANKS}, {"prefill": NUM_RANKS, "decode": NUM_RANKS}
+    chosen = [(UNIFIED, unified), (APART, apart)]
+    if sizes is not None:
+        apart = dict(zip(apart, sizes, strict=True))
+        asked = {f"workers.{role}_tensor_parallel_size": size for role, size in apart.items()}
+        chosen = [(APART | asked, apart)]
     if device == "cpu":
-        return [(DEPLOYMENT | workers, roles) for workers, roles in DEPLOYMENTS]
-    enough = torch.cuda.device_count() >= GPUS_APART
-    chosen = DEPLOYMENTS if enough else DEPLOYMENTS[:1]
-    return [(DEPLOYMENT | ON_GPUS | workers, roles) for workers, roles in chosen]
+        return [(DEPLOYMENT | workers, found) for workers, found in chosen]
+    num_gpus = torch.cuda.device_count()
+    return [
+        (DEPLOYMENT | ON_GPUS | workers, found)
+        for workers, found in chosen
+        if sum(found.values()) <= num_gpus
+    ]
+
+
+def cells_of(sizes: Sizes, only: str) -> list[tuple[str, int, str, str]]:
+    """Role, rank, signal and phase of each cell whose words hold `only`."""
+    ranks = [(role, rank) for role, size in sizes.items() for rank in range(size)]
+    cells = [(*rank, name, phase) for rank in ranks for name in SIGNALS for phase in PHASES]
+    return [cell for cell in cells if only in " ".join(map(str, cell))]
 
 
 def main() -> None:
@@ -297,29 +322,31 @@ def main() -> None:
         "--only", default="", help="cells whose role, rank, signal and phase hold this"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--sizes", type=int, nargs=2, metavar=("PREFILL", "DECODE"), help="no unified worker"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     args = parser.parse_args()
     cases = draw_cases(random.Random(args.seed))
     cluster = Cluster.start()
     outcomes = []
     try:
-        for number, (deployment, roles) in enumerate(deployments(args.device)):
-            cells = [
-                cell
-                for cell in itertools.product(roles, range(NUM_RANKS), SIGNALS, PHASES)
-                if args.only in " ".join(map(str, cell))
-            ]
+        for number, (deployment, sizes) in enumerate(deployments(args.device, args.sizes)):
+            cells = cells_of(sizes, args.only)
             if not cells:
                 continue
             system = System(cluster, f"gang-deaths-{number}", deployment)
-            stages = {role: GangStage(system, cases, role) for role in roles}
+            stages = {role: GangStage(system, cases, role, sizes) for role in sizes}
             for role, rank, name, phase in cells:
                 outcomes.append(stages[role].run(rank, name, phase))
                 print(*outcomes[-1].cells(), sep=" | ", flush=True)
             system.stop()
     finally:
         cluster.stop()
-    text = render(outcomes, args.seed, args.device)
+    options = f"--device {args.device} --seed {args.seed}"
+    if args.sizes:
+        options += " --sizes " + " ".join(map(str, args.sizes))
+    text = render(outcomes, options, args.device)
     if args.out:
         args.out.write_text(text)
     print(text)

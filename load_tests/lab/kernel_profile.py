@@ -22,6 +22,8 @@ IDLE = "idle"
 # The first pattern found in a kernel's name decides; cuBLAS and flash attention both are built
 # from CUTLASS, and a fused kernel belongs where its name begins.
 RULES: tuple[tuple[str, str], ...] = (
+    # with the wait for other ranks
+    ("sums", r"nccl|_packets_kernel|_(one|two)_shot_kernel|_stream_kernel"),
     ("experts", r"(?<![a-z])moe|topkgating|expert"),
     (
         "rope+kv",
@@ -40,7 +42,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("norm", r"rms_?norm|layer_?norm|head_norm|qk_norm"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|xmma|split_?k|linear|matmul"),
 )
-GROUPS = ("attention", "experts", "linear", "norm", "rope+kv", "sampling", OTHER, IDLE)
+GROUPS = ("attention", "experts", "linear", "norm", "rope+kv", "sampling", "sums", OTHER, IDLE)
 _PATTERNS = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in RULES)
 _DEVICE_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 

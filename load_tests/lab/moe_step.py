@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 from engine.layers.moe import expert_matrices
 from engine.layers.moe_cuda import coded_operand
 from kernels.moe.align import Blocks, align
-from kernels.moe.coded import CodedExperts
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
+    ExpertWeight,
     by_block,
     down_reference,
     gate_up_reference,
@@ -80,9 +80,9 @@ class Layer:
     # [experts, hidden]
     router: Tensor
     # [experts, 2 inner, hidden]
-    gate_up: Tensor | CodedExperts
+    gate_up: ExpertWeight
     # [experts, hidden, inner]
-    down: Tensor | CodedExperts
+    down: ExpertWeight
     # The same for torch, where they are quantised.
     matrices: tuple[ExpertMatrices, ExpertMatrices] | None = None
 
@@ -90,7 +90,7 @@ class Layer:
     def bytes_a_number(self) -> float:
         """Of the experts' weights, without scales."""
         weight = self.down
-        return (weight.data if isinstance(weight, CodedExperts) else weight).nbytes / math.prod(
+        return (weight if isinstance(weight, Tensor) else weight.data).nbytes / math.prod(
             weight.shape
         )
 
@@ -140,8 +140,10 @@ def quantised_layers(
         gate_up, down = (
             make_weight(weight_format, *sizes, device.type).by_expert(experts) for sizes in maps
         )
+        # Operands may take the weights' memory.
+        first, second = (replace(weight, data=weight.data.clone()) for weight in (gate_up, down))
+        matrices = (expert_matrices(first), expert_matrices(second))
         operands = (coded_operand(gate_up, is_gated=True), coded_operand(down, is_gated=False))
-        matrices = (expert_matrices(gate_up), expert_matrices(down))
         return Layer(router * hidden**-0.5, *operands, matrices)
 
     return [layer() for _ in range(num_layers)]
@@ -212,7 +214,7 @@ class MoeStep:
 
     def _matrices(self, layer: Layer) -> None:
         for weight in (layer.gate_up, layer.down):
-            if isinstance(weight, CodedExperts):
+            if not isinstance(weight, Tensor):
                 weight.matrices(self._x.dtype)
 
     def total(self) -> list[Call]:
@@ -266,9 +268,9 @@ class MoeStep:
         outputs = grouped_down(inner, self._read(layer.down, plan), routes, blocks, down)
         return combine(outputs, routes)
 
-    def _read(self, weight: Tensor | CodedExperts, plan: TilePlan) -> Tensor | CodedExperts:
+    def _read(self, weight: ExpertWeight, plan: TilePlan) -> ExpertWeight:
         """The weight as the plan's products take it."""
-        if isinstance(weight, CodedExperts) and self.num_tokens >= plan.matrices_from:
+        if not isinstance(weight, Tensor) and self.num_tokens >= plan.matrices_from:
             return weight.matrices(self._x.dtype)
         return weight
 
@@ -318,7 +320,7 @@ class MoeStep:
         return max(_error(a, b) for a, b in zip(ours, twins, strict=True))
 
 
-def _dense(weight: Tensor | CodedExperts) -> Tensor:
+def _dense(weight: ExpertWeight) -> Tensor:
     assert isinstance(weight, Tensor), "only unquantised experts are computed so"
     return weight
 

@@ -27,7 +27,7 @@ from load_tests.lab.moe_step import Call, Layer, MoeStep, Timer
 NUM_PROCESSES = 12
 TUNED_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_TOKENS = (1, 2, 4, 8, 16)
-PREFETCHES = (0, 128, 256, 512)  # columns of the second weight
+PREFETCHES = (0, 128, 256, 512, 2048)  # columns of the second weight
 MAX_PREFETCHING_TOKENS = 512
 
 # block_m, block_n, block_k, group_m, warps, stages

@@ -28,6 +28,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.acceptance import accepted
 from engine.speculation.controller import SpeculationController
+from engine.speculation.drafter import HostDrafter
 from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, NoHasher
 from load_tests.simulation.speculation import plain_samples, step_s
 from load_tests.tables import render_rows
@@ -51,7 +52,7 @@ class Load:
     seed: int = 0
 
 
-class Drafter:
+class Drafter(HostDrafter):
     """Right with one probability, independently."""
 
     def __init__(self, acceptance: float, pass_s: float, clock: ManualClock, seed: int) -> None:

@@ -4,11 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 
 from engine.request import Request
+from engine.speculation.drafter import HostDrafter
 
 AnswerOf = Callable[[Request], Sequence[int]]
 
 
-class Guesser:
+class Guesser(HostDrafter):
     """Proposes a request's next tokens, each wrong with a probability, and sometimes fewer."""
 
     def __init__(

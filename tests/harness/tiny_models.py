@@ -84,7 +84,7 @@ DEEPSEEKS: dict[str, dict[str, object]] = {
 # Sizes that every kernel of latent attention covers, small enough for seconds.
 _LATENT_SIZES: dict[str, object] = {
     "hidden_size": 512,
-    "intermediate_size": 720,
+    "intermediate_size": 736,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,

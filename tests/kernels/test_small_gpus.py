@@ -79,6 +79,22 @@ def test_an_h200_keeps_the_tiles_that_were_measured_on_it() -> None:
         assert attention.fitted_decode(few, shape, device) == few
 
 
+def test_programs_that_few_would_follow_run_at_once() -> None:
+    device = gpu("H200")
+    limit, num_sms = device.shared_memory_per_block_bytes, device.num_sms
+    for kind in small.Shape:  # as measured with these
+        evened = small.evened_config(16, kind, WEIGHTS[kind][0], num_sms, limit)
+        assert evened == small.fitted_config(16, kind, limit)
+    # Qwen3-32B's gate and up, and its down projection, by two ranks.
+    for kind, num_rows in ((small.Shape.GATED, 25600), (small.Shape.DEEP, 5120)):
+        cut = small.evened_config(16, kind, num_rows, num_sms, limit)
+        num_programs = -(-num_rows // cut.block_n) * cut.split_k
+        beside = -(-num_programs // num_sms)
+        assert beside > 1
+        assert cut.num_stages > 2
+        assert beside * (cut.num_stages * small.stage_bytes(cut, 16) + 1024) <= limit + 1024
+
+
 def test_queries_that_leave_no_room_for_keys_are_an_error() -> None:
     shape = AttentionShape(num_heads=512, num_kv_heads=1, head_dim=128, layer_windows=(None,))
     with pytest.raises(ValueError, match=r"L4 has 101376 bytes.*512 queries"):

@@ -1,5 +1,7 @@
 """The `nccl_pair` channel: a 2-rank NCCL group per (sender, receiver, epoch), GPU to GPU.
 
+A worker of several ranks is its rank 0 here, whose GPU has the staging; pieces have whole blocks.
+
 Pieces go from a staging slot of the sender to one of the receiver (staging_ring.py): one send a
 piece, because NCCL reaches its rate with large messages only, and several sends in one group call
 fail with a communicator that does not block. A send is posted while the one before it moves
@@ -28,7 +30,7 @@ from actors.kv_transfer.channels.posting_thread import PostingThread
 from actors.kv_transfer.channels.rendezvous_store import RendezvousStore
 from actors.kv_transfer.channels.staging_ring import RingPiece, StagingRing
 from actors.kv_transfer.contracts import OutgoingData, RendezvousClient, StoredBlocks
-from actors.kv_transfer.kv_pieces import KvPieces, QueuedTake
+from actors.kv_transfer.kv_pieces import QueuedTake
 from actors.kv_transfer.waits import IsOver
 from engine.errors import HandoffError
 from engine.messages import ChannelKind, PairRequest
@@ -49,6 +51,23 @@ class PairGroup(Protocol):
 
     def abort(self) -> None:
         """Ends all operations, from any thread; none touches memory afterwards."""
+        ...
+
+
+class StagedStore(Protocol):
+    """The blocks of a worker as a staging slot of its GPU has them: `KvPieces`, `RankPieces`."""
+
+    device: torch.device
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
+        """Copies blocks into `staging`; an event for the end, None = it has ended."""
+        ...
+
+    def queue_take(self, staging: Tensor, block_ids: Sequence[int]) -> QueuedTake:
+        """Overwrites blocks with `staging`."""
         ...
 
 
@@ -98,7 +117,7 @@ class NcclConnection:
     """One end of a pair of GPUs, driven by its own thread in one order."""
 
     def __init__(
-        self, handshake: Handshake, deadline_s: float, ring: StagingRing, pieces: KvPieces
+        self, handshake: Handshake, deadline_s: float, ring: StagingRing, pieces: StagedStore
     ) -> None:
         self.deadline_s = deadline_s
         self._handshake = handshake
@@ -194,7 +213,7 @@ class NcclConnection:
 class _Sending:
     """A piece that is copied into staging and then sent."""
 
-    def __init__(self, pieces: KvPieces, staged: RingPiece) -> None:
+    def __init__(self, pieces: StagedStore, staged: RingPiece) -> None:
         self._pieces = pieces
         self._staged = staged
         self._loaded: torch.cuda.Event | None = None  # None = it is loaded
@@ -216,7 +235,7 @@ class _Receiving:
     The copy is queued when the piece has arrived, so that an aborted receive is never written.
     """
 
-    def __init__(self, pieces: KvPieces, thread: PostingThread, staged: RingPiece) -> None:
+    def __init__(self, pieces: StagedStore, thread: PostingThread, staged: RingPiece) -> None:
         self._pieces = pieces
         self._thread = thread
         self._staged = staged
@@ -264,7 +283,7 @@ class NcclPairs:
 
     def __init__(
         self,
-        pieces: KvPieces,
+        pieces: StagedStore,
         settings: NcclSettings,
         make_group: GroupFactory | None = None,
     ) -> None:

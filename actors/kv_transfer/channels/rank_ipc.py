@@ -1,4 +1,4 @@
-"""The `cuda_ipc` channel into a worker of several ranks, from one of any number of ranks.
+"""The `cuda_ipc` channel from a worker of several ranks, to one, or the other way.
 
 The sender offers the stores of all its ranks. The receiver's rank 0 maps them, as it has mapped its
 own ranks' stores, and copies each head from one to the other, all on one host. Has never run on
@@ -20,7 +20,7 @@ from actors.kv_transfer.channels.cuda_ipc import (
     probe_reading,
 )
 from actors.kv_transfer.contracts import UnfitError
-from actors.kv_transfer.rank_pieces import RankPieces, RankSources
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources
 from engine.kv.device_offer import DeviceOffer, map_tensor
 from engine.kv.layout import KvLayout, KvPart
 from engine.ranks.shared_stores import RankStore
@@ -53,7 +53,7 @@ def offer_ranks(stores: Sequence[RankStore]) -> bytes:
 async def open_rank_receiver(
     epoch: int,
     offered: bytes,
-    pieces: RankPieces,
+    pieces: RankPieces | OneRank,
     *,
     floor_gb_s: float,
     map_offer: MapStore = map_tensor,
@@ -74,6 +74,15 @@ async def open_rank_receiver(
     return CudaIpcReceiver(epoch, pieces, await asyncio.to_thread(prepare))
 
 
+def is_of_ranks(offered: bytes) -> bool:
+    """Whether it is what several ranks offer."""
+    try:
+        msgspec.msgpack.decode(offered, type=RanksOffer)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
 def _read(offered: bytes, whole: KvLayout) -> RanksOffer:
     """Of several ranks, or of a sender of one. Raises UnfitError."""
     try:
@@ -88,7 +97,7 @@ def _read(offered: bytes, whole: KvLayout) -> RanksOffer:
     return RanksOffer(host=one.host, ranks=[RankOffer(part=part, store=one)])
 
 
-def _map(offer: RankOffer, pieces: RankPieces, map_offer: MapStore) -> Tensor:
+def _map(offer: RankOffer, pieces: RankPieces | OneRank, map_offer: MapStore) -> Tensor:
     *outer, _, width = pieces.whole.block_shape
     shape = 1, *outer, offer.part.num_heads, width
     like = torch.empty(shape, dtype=pieces.dtype, device=pieces.device)

@@ -26,7 +26,7 @@ from actors.kv_transfer.channels.object_store import (
     ObjectStoreReceiver,
     ObjectStoreSender,
 )
-from actors.kv_transfer.channels.rank_ipc import offer_ranks, open_rank_receiver
+from actors.kv_transfer.channels.rank_ipc import is_of_ranks, offer_ranks, open_rank_receiver
 from actors.kv_transfer.contracts import (
     ReceiveChannel,
     RendezvousClient,
@@ -34,7 +34,7 @@ from actors.kv_transfer.contracts import (
     UnfitError,
 )
 from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
-from actors.kv_transfer.rank_pieces import RankPieces
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
 
@@ -54,7 +54,7 @@ class DeviceChannels:
     """What channels need on a worker whose KV store is on a GPU."""
 
     pieces: KvPieces | RankPieces
-    nccl: NcclPairs | None  # None = there is no such channel to several ranks
+    nccl: NcclPairs
 
     def offer(self) -> bytes:
         """What a receiver maps for `cuda_ipc`. Raises UnfitError."""
@@ -63,23 +63,18 @@ class DeviceChannels:
         return offer_store(self.pieces.tensor)
 
     async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
-        given = request.epoch, request.offer
-        if isinstance(self.pieces, RankPieces):
-            return await open_rank_receiver(*given, self.pieces, floor_gb_s=floor_gb_s)
-        return await open_receiver(*given, self.pieces, floor_gb_s=floor_gb_s)
-
-    def require_nccl(self) -> NcclPairs:
-        if self.nccl is None:
-            raise UnfitError("a worker of several ranks has no nccl_pair")
-        return self.nccl
+        given, pieces = (request.epoch, request.offer), self.pieces
+        if isinstance(pieces, RankPieces):
+            return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
+        if is_of_ranks(request.offer):
+            return await open_rank_receiver(*given, OneRank(pieces), floor_gb_s=floor_gb_s)
+        return await open_receiver(*given, pieces, floor_gb_s=floor_gb_s)
 
 
 def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> DeviceChannels | None:
     """Returns what channels of a GPU need; None when what `pieces` reads is in host memory."""
     if not pieces.is_on_gpu:
         return None
-    if isinstance(pieces, RankPieces):
-        return DeviceChannels(pieces=pieces, nccl=None)
     settings = NcclSettings(
         deadline_s=config.transfer_deadline_s,
         piece_bytes=config.device_piece_bytes,
@@ -112,8 +107,7 @@ class WorkerChannels:
         self._deadline_s = deadline_s
         self._floors_gb_s = floors_gb_s or FloorsConfig()
         self._device = device
-        on_gpu = device.pieces if device else None
-        self._empty = on_gpu.empty if isinstance(on_gpu, KvPieces) else pageable
+        self._empty = device.pieces.empty if device else pageable
         self._budget = ByteBudget(max_in_flight_bytes)
 
     def offer(self, kind: ChannelKind) -> bytes:
@@ -126,9 +120,7 @@ class WorkerChannels:
                 self._require_device()
                 return CudaIpcSender(request.epoch, self._deadline_s)
             case "nccl_pair":
-                return (
-                    await self._require_device().require_nccl().open_send(request, self._rendezvous)
-                )
+                return await self._require_device().nccl.open_send(request, self._rendezvous)
             case "gloo_pair":
                 return self._staged(GlooSender(await self._connect(request, SENDER_RANK)))
             case "object_store":
@@ -140,11 +132,7 @@ class WorkerChannels:
             case "cuda_ipc":
                 return await self._require_device().open_ipc(request, self._floors_gb_s.cuda_ipc)
             case "nccl_pair":
-                return (
-                    await self._require_device()
-                    .require_nccl()
-                    .open_receive(request, self._rendezvous)
-                )
+                return await self._require_device().nccl.open_receive(request, self._rendezvous)
             case "gloo_pair":
                 return GlooReceiver(await self._connect(request, RECEIVER_RANK))
             case "object_store":

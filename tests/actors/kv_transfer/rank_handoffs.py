@@ -6,6 +6,7 @@ Other processes import this file.
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -51,10 +52,14 @@ class Side:
         return result
 
 
-def move_once(comm: Comm, device: str, *, pulls: bool) -> Tensor:
+Way = Literal["host", "pulled", "staged"]
+
+
+def move_once(comm: Comm, device: str, *, way: Way) -> Tensor:
     """This rank's store, on the CPU, after blocks of all ranks moved to others of all ranks.
 
-    They arrive in reverse order. pulls: straight from store to store, not through host memory.
+    They arrive in reverse order: through host memory, straight from store to store, or through
+    memory of rank 0's device.
     """
     whole = KvLayout.with_heads(
         num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
@@ -76,9 +81,17 @@ def move_once(comm: Comm, device: str, *, pulls: bool) -> Tensor:
         async def move() -> bool:
             piece = await source.read(ids)
             target.fence()
-            if pulls:
+            if way == "pulled":
                 stores = RankSources([(one.part, one.store.tensor) for one in source.stores])
                 return await target.pull(stores, ids, ids[::-1], piece.digests)
+            if way == "staged":
+                slot = torch.empty(NUM_MOVED * whole.block_bytes, dtype=torch.uint8, device=on)
+                loaded = source.queue_load(ids, slot)
+                if loaded is not None:
+                    loaded.synchronize()
+                taken = target.queue_take(slot, ids[::-1])
+                taken.wait()
+                return bool(taken.digests.tolist() == piece.digests)
             assert isinstance(piece.data, np.ndarray)
             moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
             return await target.write(ids[::-1], moved)

@@ -13,6 +13,7 @@ from engine.kv.layout import KvLayout
 from engine.request import SamplingParams
 from tests.actors.kv_transfer.rank_handoffs import (
     NUM_DECODED,
+    Way,
     drawn_blocks,
     hand_over,
     move_once,
@@ -70,7 +71,7 @@ MULTI = (
 )
 
 
-@pytest.mark.parametrize("pulls", [False, True], ids=["host", "pulled"])
+@pytest.mark.parametrize("way", ["host", "pulled", "staged"])
 @pytest.mark.parametrize(
     ("ranks_on", "device"),
     [
@@ -81,11 +82,11 @@ MULTI = (
     ids=["cpu", "one GPU", "two GPUs"],
 )
 def test_blocks_of_all_ranks_move_through_rank_0(
-    ranks_on: str, device: str, pulls: bool, tmp_path: Path
+    ranks_on: str, device: str, way: Way, tmp_path: Path
 ) -> None:
     """On GPUs rank 0 maps the other's store by CUDA IPC."""
     with RankProcesses(2, tmp_path, ranks_on) as ranks:
-        found = ranks.run(partial(move_once, pulls=pulls), device)
+        found = ranks.run(partial(move_once, way=way), device)
     whole = KvLayout.with_heads(
         num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
     )

@@ -16,24 +16,30 @@ import torch
 
 from actors.kv_transfer import rank_pieces
 from actors.kv_transfer.channels.cuda_ipc import StoreOffer, host_id
+from actors.kv_transfer.channels.nccl_pair import NcclPairs
 from actors.kv_transfer.channels.rank_ipc import RanksOffer, offer_ranks, open_rank_receiver
 from actors.kv_transfer.contracts import (
     IncomingData,
     OutgoingData,
     PieceStore,
     StagedPiece,
+    StoredBlocks,
     UnfitError,
 )
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.rank_pieces import RankPieces
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from engine.errors import ConfigError, HandoffError
 from engine.kv.device_offer import DeviceOffer
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore
+from engine.messages import PieceReply
 from engine.ranks.leading import StepCounts
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import RankStore, part_of
+from tests.actors.kv_transfer.fake_pair_group import Wires
 from tests.actors.kv_transfer.gpu_stand_in import random_blocks
+from tests.actors.kv_transfer.test_channels_local import LocalBoard
+from tests.actors.kv_transfer.test_nccl_pair import request_of, settings
 
 CPU = torch.device("cpu")
 OFFER = DeviceOffer(
@@ -153,7 +159,17 @@ def arrived(piece: StagedPiece[OutgoingData]) -> StagedPiece[IncomingData]:
 
 @pytest.mark.parametrize(
     ("num_heads", "from_size", "to_size"),
-    [(4, 1, 2), (4, 2, 2), (4, 2, 4), (4, 4, 2), (2, 4, 2), (2, 1, 4), (1, 4, 2)],
+    [
+        (4, 1, 2),
+        (4, 2, 2),
+        (4, 2, 4),
+        (4, 4, 2),
+        (2, 4, 2),
+        (2, 1, 4),
+        (1, 4, 2),
+        (4, 2, 1),
+        (1, 2, 1),
+    ],
 )
 def test_heads_pulled_from_ranks_that_offer_their_stores_are_the_same(
     num_heads: int,
@@ -171,13 +187,13 @@ def test_heads_pulled_from_ranks_that_offer_their_stores_are_the_same(
     blocks = torch.randn(number, *whole.block_shape)
     sender.compute(from_ids, blocks)
     digests = whole_digests(whole, blocks)
-    assert isinstance(receiver.pieces, RankPieces)
+    pieces = receiver.pieces
+    assert isinstance(pieces, RankPieces | KvPieces)
 
     async def pull(digests: list[int]) -> bool:
         offered, map_offer = offer_of(sender)
-        channel = await open_rank_receiver(
-            1, offered, receiver.pieces, floor_gb_s=1e-9, map_offer=map_offer
-        )
+        puller = pieces if isinstance(pieces, RankPieces) else OneRank(pieces)
+        channel = await open_rank_receiver(1, offered, puller, floor_gb_s=1e-9, map_offer=map_offer)
         assert channel.claim(0)
         data = await channel.receive(0, number * whole.block_bytes, [from_ids], to_ids)
         return await receiver.pieces.write(to_ids, StagedPiece(data=data, digests=digests))
@@ -186,6 +202,56 @@ def test_heads_pulled_from_ranks_that_offer_their_stores_are_the_same(
     for rank, store in enumerate(receiver.stores):
         assert torch.equal(store.tensor[to_ids], blocks[..., receiver.heads(rank), :])
     assert not asyncio.run(pull([digests[0] ^ 2, *digests[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "from_size", "to_size"), [(4, 1, 2), (4, 2, 1), (4, 2, 4), (1, 4, 2)]
+)
+def test_heads_go_through_a_staging_slot_of_each_rank_0(
+    num_heads: int, from_size: int, to_size: int, rng: random.Random
+) -> None:
+    """As over NCCL, which a queue stands in for; then with a flipped bit, and with a late rank."""
+    whole = layout_of(num_heads)
+    sender, receiver = new_worker(from_size, whole), new_worker(to_size, whole, deadline_s=0.05)
+    number = rng.randint(1, NUM_BLOCKS)
+    from_ids, to_ids = (rng.sample(range(NUM_BLOCKS), number) for _ in range(2))
+    blocks = torch.randn(number, *whole.block_shape)
+    sender.compute(from_ids, blocks)
+    digests = whole_digests(whole, blocks)
+    wires, board = Wires(), LocalBoard()
+    given = settings(piece_bytes=NUM_BLOCKS * whole.block_bytes)
+
+    async def move() -> list[bool]:
+        ends = [NcclPairs(one.pieces, given, wires.make_group) for one in (sender, receiver)]  # type: ignore[arg-type]
+        sending, receiving = await asyncio.gather(
+            ends[0].open_send(request_of(1), board), ends[1].open_receive(request_of(1), board)
+        )
+        written: list[bool] = []
+
+        async def deliver(seq: int, payload: list[object]) -> PieceReply:
+            assert receiving.claim(seq)
+            num_bytes = number * whole.block_bytes
+            data = await receiving.receive(seq, num_bytes, payload, to_ids)
+            written.append(await data.write(to_ids, digests))  # type: ignore[union-attr]
+            return PieceReply(outcome="accepted")
+
+        named = StoredBlocks(block_ids=tuple(from_ids), nbytes=number * whole.block_bytes)
+        try:
+            await sending.send(named, deliver)
+            for rank, store in enumerate(receiver.stores):
+                assert torch.equal(store.tensor[to_ids], blocks[..., receiver.heads(rank), :])
+            wires.flips = rng.randrange(number * whole.block_bytes), 1 << rng.randrange(8)
+            await sending.send(named, deliver)
+            if to_size > 1:
+                receiver.steps.num_launched = 1
+                receiver.pieces.fence()  # type: ignore[attr-defined]
+                with pytest.raises(HandoffError, match="ended 0 steps"):
+                    await sending.send(named, deliver)
+        finally:
+            await asyncio.gather(sending.close(), receiving.close())
+        return written
+
+    assert asyncio.run(move()) == [True, False]
 
 
 def offer_of(sender: Worker) -> tuple[bytes, Callable[[DeviceOffer, torch.Tensor], torch.Tensor]]:

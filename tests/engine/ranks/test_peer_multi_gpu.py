@@ -14,6 +14,7 @@ from kernels.comm import reference
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.shares import gather_shares, scatter_sum
+from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from tests.harness.rank_processes import RankProcesses
@@ -110,6 +111,10 @@ def _wrong_norms(comm: Comm, seed: int) -> list[str]:
                     found = sum_add_norm(x, stream, weight, EPS, memory, two_shots=two_shots)
                     if not all(map(torch.equal, found, expected)):
                         wrong.append(f"{dtype} {rows} x {width} two_shots={two_shots}")
+                x, stream = parts[comm.rank.index].clone(), residual.clone()
+                found = stream_add_norm(x, stream, weight, EPS, memory)
+                if not all(map(torch.equal, found, expected)):
+                    wrong.append(f"{dtype} {rows} x {width} in a stream")
                 own = parts[comm.rank.index]
                 if fits_packets(own, comm.rank.size):
                     found = sum_by_packets_add_norm(own, residual, weight, EPS, memory)
@@ -120,6 +125,28 @@ def _wrong_norms(comm: Comm, seed: int) -> list[str]:
 
 def test_a_sum_with_norm_has_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
     assert ranks.run(_wrong_norms, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _wrong_streams(comm: Comm, seed: int) -> list[str]:
+    """Of many rows, one after the other without a wait, ranks late now and then."""
+    memory, found = _memory(comm), {}
+    for number, (rows, width) in enumerate(((4000, 8192), (16384, 5120), (1, 5120), (9001, 5120))):
+        parts = _parts(comm, (rows, width), torch.bfloat16, seed)
+        residual = _draw((rows, width), torch.bfloat16, 1)
+        weight = _draw((width,), torch.bfloat16, 2)
+        summed = reference.sum_over_ranks(parts)
+        expected = rms_norm_add(summed, residual.clone(), weight, EPS)
+        for again in range(5):
+            x, stream = parts[comm.rank.index].clone(), residual.clone()
+            _late(comm, again, number)
+            got = stream_add_norm(x, stream, weight, EPS, memory)
+            is_right = torch.stack([(a == b).all() for a, b in zip(got, expected, strict=True)])
+            found[f"{rows} x {width}, {again}"] = is_right.all()
+    return [what for what, is_right in found.items() if not is_right]
+
+
+def test_a_stream_of_any_length_has_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_streams, SEED) == [[] for _ in range(SIZE)], SEED
 
 
 def _late(comm: Comm, late: int, number: int) -> None:

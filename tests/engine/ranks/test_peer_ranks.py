@@ -14,8 +14,8 @@ from kernels.comm.limits import SumLimits, limits_of
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS
 
-LIMITS = SumLimits(packets=64, one_shot=1024, plain=4096, norm=2048, shares=512)
-SLOT_BYTES = 128 * 1024
+LIMITS = SumLimits(packets=64, one_shot=1024, plain=4096, norm=2048, stream=2**18, shares=512)
+SLOT_BYTES = 256 * 1024
 
 
 class _Nccl:
@@ -40,15 +40,18 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> PeerRanks:
         monkeypatch.setattr(peer_ranks, name, say("one shot"))
     for name in ("sum_by_packets", "sum_by_packets_add_norm"):
         monkeypatch.setattr(peer_ranks, name, say("packets"))
+    monkeypatch.setattr(peer_ranks, "stream_add_norm", say("stream"))
     for name in ("gather_shares", "scatter_sum"):
         monkeypatch.setattr(peer_ranks, name, say("shares"))
-    memories = tuple(
-        torch.empty((DATA_BEGINS + 2 * SLOT_BYTES) // 8, dtype=torch.int64) for _ in range(2)
-    )
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
-    memory = PeerMemory(rank=1, memories=memories, count=count, max_blocks=4)
+    memory = PeerMemory(rank=1, memories=_memories(), count=count, max_blocks=4)
     nccl: Any = _Nccl()
     return PeerRanks(nccl, memory, LIMITS)
+
+
+def _memories() -> tuple[Tensor, ...]:
+    num_words = (DATA_BEGINS + 2 * SLOT_BYTES) // 8
+    return tuple(torch.empty(num_words, dtype=torch.int64) for _ in range(2))
 
 
 def _lines(num_bytes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -73,12 +76,13 @@ def test_packets_are_of_16_bits_and_sums_of_kinds_that_kernels_know(ranks: PeerR
 
 
 def test_a_sum_goes_with_its_norm_only_where_it_may(ranks: PeerRanks) -> None:
-    assert ranks.fits(_lines(2048))
-    assert not ranks.fits(_lines(2064)), "larger than the limit"
+    assert ranks.fits(_lines(2**18))
+    assert not ranks.fits(_lines(2**18 + 16)), "larger than the limit"
     assert not ranks.fits(_lines(1024).T), "no lines"
     assert not ranks.fits(torch.zeros(4, 9, dtype=torch.bfloat16)), "no whole vectors"
     weight = torch.ones(8, dtype=torch.bfloat16)
-    for num_bytes, way in ((64, "packets"), (512, "one shot"), (2048, "two shots")):
+    ways = {64: "packets", 512: "one shot", 2048: "two shots", 2064: "stream", 2**18: "stream"}
+    for num_bytes, way in ways.items():
         x = _lines(num_bytes)
         found: Any = ranks.add_norm(x, x, weight, 1e-6)
         assert found == way
@@ -99,6 +103,9 @@ def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
     ranks._limits = replace(LIMITS, plain=2**20, one_shot=2**20)
     found: list[Any] = [ranks.all_reduce(_lines(n)) for n in (SLOT_BYTES // 2, SLOT_BYTES)]
     assert found == ["one shot", "NCCL"]
+    few = replace(ranks.memory, memories=tuple(m[: DATA_BEGINS // 8 + 16] for m in _memories()))
+    ranks.memory = few
+    assert not ranks.fits(_lines(4096)), "no room for the pieces of one block"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

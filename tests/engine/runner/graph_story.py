@@ -43,6 +43,7 @@ class RowTensorAttention:
     """
 
     can_capture_prompts = True
+    reads_lengths_on_device = True
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape

@@ -12,6 +12,7 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.cache import check_blocks
 from engine.kv.transfer import OutgoingEvent
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.request import Request, SamplingParams
 from engine.scheduling.drafting import Drafting
@@ -57,6 +58,11 @@ def save_exact_model(
     save_whole_numbers(folder, seed)
 
 
+def exact_model(folder: Path, ops: Ops | None = None) -> CausalLM:
+    """ops: instead of those that end on a grid."""
+    return build_model(folder, dtype=torch.float32, device=CPU, ops=ops or SnappingOps())
+
+
 def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) -> Engine:
     """An engine of a model of whole numbers; step it within `exact_arithmetic`.
 
@@ -74,8 +80,7 @@ def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) ->
     }
     if dotted["speculation.drafter"] == "none":
         del dotted["speculation.adaptive"]
-    model = build_model(folder, dtype=torch.float32, device=CPU, ops=ops or SnappingOps())
-    config = load_config(None, dotted)
+    config, model = load_config(None, dotted), exact_model(folder, ops)
     return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model)
 
 

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -75,11 +76,36 @@ def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path])
     proposals = []
     for graphs in (True, False):
         engine = start_engine(
-            **_settings(folders, model__deterministic=True, execution__cuda_graphs=graphs)
+            **_settings(
+                folders,
+                model__deterministic=True,
+                execution__cuda_graphs=graphs,
+                scheduler__overlap=False,  # else drafts do not come to the host
+            )
         )
         proposals.append(record_proposals(engine))
         assert [found.tokens for found in answer(engine, _work())] == expected
     assert_same_drafts(*proposals)
+
+
+@pytest.mark.parametrize(
+    "graphs", [{}, {"speculation__max_graph_tokens": 64}, {"execution__cuda_graphs": False}]
+)
+def test_no_answer_changes_where_drafts_stay_on_the_device(
+    folders: tuple[Path, Path], graphs: dict[str, Any]
+) -> None:
+    target, _ = folders
+    plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
+    expected = [found.tokens for found in answer(plain, _work())]
+    engine = start_engine(**_settings(folders, model__deterministic=True, **graphs))
+    drafting = engine.core.scheduler.drafting
+    assert drafting.drafter is not None
+    with patch.object(
+        drafting.drafter, "propose_ahead", wraps=drafting.drafter.propose_ahead
+    ) as ahead:
+        assert [found.tokens for found in answer(engine, _work())] == expected
+    assert any(num for (asked,), _ in ahead.call_args_list for _, _, num in asked)
+    assert engine.core.scheduler.draft_counts.num_drafted > 200
 
 
 def test_drafts_in_fp32_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:

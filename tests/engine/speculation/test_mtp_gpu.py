@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -48,6 +49,20 @@ def test_no_answer_changes_and_graphs_draft_the_same(tmp_path: Path) -> None:
         proposals.append(record_proposals(engine))
         assert [found.tokens for found in answer(engine, _work(30))] == expected
     assert_same_drafts(*proposals)
+
+
+def test_steps_with_drafts_replay_graphs_and_change_no_answer(tmp_path: Path) -> None:
+    """Of latent attention, which reads a row's latents once a token there."""
+    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
+    save_mtp_model(tmp_path, seed=7, **{**sizes, "num_hidden_layers": 3})
+    settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
+    expected = [found.tokens for found in answer(start_engine(**settings), _work(24))]
+    engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=64)
+    graphs = engine.executor._verify_graphs
+    assert graphs is not None
+    with patch.object(graphs, "replay", wraps=graphs.replay) as replay:
+        assert [found.tokens for found in answer(engine, _work(24))] == expected
+    assert replay.call_count > 10
 
 
 def test_drafts_in_fp32_are_those_of_an_independent_layer(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.request import SamplingParams
-from engine.runner.graph_sizes import verify_sizes
+from engine.runner.graph_sizes import split_verify_sizes, verify_sizes
+from engine.runner.split_decodes import split_of
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.attention.reference import ReferenceAttention
@@ -96,6 +97,30 @@ def test_answers_are_those_without_drafts_in_graphs_of_any_mix(
     statistics = engine.executor.statistics().verify_graphs
     assert statistics is not None
     assert statistics.num_graphs == len(verify_sizes(6, 32))
+
+
+@pytest.mark.parametrize(("num_drafts", "split_from"), [(2, 2), (4, 12)])
+def test_halves_of_the_rows_give_the_answers_of_whole_steps(
+    folder: Path, asked: list[Asked], plain: list[Answer], num_drafts: int, split_from: int
+) -> None:
+    """Rows in spans, some of them with fewer drafts; steps that spans would pad stay whole."""
+    engine = start_exact(folder, speculation__max_drafts=num_drafts)
+    capture_verification(engine, 32, split_from=split_from)
+    guess(engine, asked, plain, num_drafts=num_drafts, error_rate=0.2, seed=SEED)
+    with exact_arithmetic():
+        assert_same(run(engine, asked), plain)
+    assert engine.executor.two_batches.statistics().num_replayed > 2
+
+
+@pytest.mark.parametrize("max_drafts", range(1, 9))
+def test_every_step_in_a_split_graph_has_rows_in_both_halves(max_drafts: int) -> None:
+    """And half of its rows is half of its tokens."""
+    for size in split_verify_sizes(24, 1 + max_drafts, 150):
+        split = split_of(size)
+        assert (split.row, split.token) == (size.num_rows // 2, split.row * (1 + max_drafts))
+        assert 0 < split.row < size.num_rows <= 24
+        assert size.num_tokens <= 150
+        assert size.num_lines == size.num_tokens
 
 
 def test_steps_that_no_graph_holds_are_computed_without_one(

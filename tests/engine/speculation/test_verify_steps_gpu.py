@@ -12,6 +12,8 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.request import SamplingParams
+from engine.runner.graphs import CudaRecorder
+from engine.runner.overlap_rule import OverlapRule
 from tests.engine.speculation.guessed_engines import Asked, assert_same, guess, run
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
@@ -90,38 +92,77 @@ def plain(folder: Path, asked: list[Asked]) -> list[Answer]:
     return run(_start(folder), asked)
 
 
-@pytest.mark.parametrize("max_graph_tokens", [0, 96])
+@pytest.mark.parametrize(
+    ("max_graph_tokens", "splits"),
+    [(0, False), (96, False), (96, True)],
+    ids=["no graphs", "graphs", "graphs of two batches"],
+)
 def test_deterministic_answers_with_drafts_are_those_without_bit_by_bit(
-    folder: Path, asked: list[Asked], max_graph_tokens: int
+    folder: Path, asked: list[Asked], max_graph_tokens: int, splits: bool
 ) -> None:
     expected = run(_start(folder, model__deterministic=True), asked)
     engine = _guessing(
-        folder, model__deterministic=True, speculation__max_graph_tokens=max_graph_tokens
+        folder,
+        model__deterministic=True,
+        speculation__max_drafts=4,
+        speculation__max_graph_tokens=max_graph_tokens,
     )
+    if splits:
+        rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=10)
+        engine.executor.overlap_two_batches(rule, threshold=0.48)
+        engine.executor.capture_split_verification(CudaRecorder(), print, min_tokens=10)
     guess(engine, asked, expected, num_drafts=4, error_rate=0.2, seed=SEED)
     assert_same(run(engine, asked), expected)
     assert engine.core.scheduler.draft_counts.num_accepted > 200
+    if splits:
+        assert engine.executor.two_batches.statistics().num_replayed > 10
 
 
-@pytest.mark.parametrize("is_free", [False, True], ids=["passes waited for", "passes ahead"])
-def test_a_draft_model_equal_to_the_target_is_always_right(
-    folder: Path, asked: list[Asked], is_free: bool
-) -> None:
-    """Passes are launched ahead where no choice depends on which tokens the drafts are."""
-    some = [one for one in asked if not (is_free and one[1].needs_history)]
-    expected = run(_start(folder, model__deterministic=True), some)
-    engine = _start(
+def _drafting_itself(folder: Path, **overrides: object) -> Engine:
+    return _start(
         folder,
-        model__deterministic=True,
         speculation__drafter="draft_model",
         speculation__model_path=str(folder),
         speculation__adaptive=False,
         speculation__max_drafts=3,
         speculation__max_temperature=9.0,
+        **overrides,
+    )
+
+
+@pytest.mark.parametrize("is_free", [False, True], ids=["some waited for", "all ahead"])
+@pytest.mark.parametrize("max_graph_tokens", [0, 64])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    folder: Path, asked: list[Asked], is_free: bool, max_graph_tokens: int, overlap: bool
+) -> None:
+    """Passes are launched ahead where no choice depends on which tokens the drafts are.
+
+    Overlapped, the target's steps are, too: before the host knows how many tokens the last gave.
+    """
+    some = [one for one in asked if not (is_free and one[1].needs_history)]
+    expected = run(_start(folder, model__deterministic=True), some)
+    engine = _drafting_itself(
+        folder,
+        model__deterministic=True,
+        scheduler__overlap=overlap,
+        speculation__max_graph_tokens=max_graph_tokens,
     )
     assert_same(run(engine, some), expected)
     counts = engine.core.scheduler.draft_counts
     assert counts.num_accepted == counts.num_drafted > 200
+
+
+@pytest.mark.parametrize("settings", [{}, {**DECODE, "speculation__max_graph_tokens": 64}])
+def test_rows_planned_ahead_attend_to_what_they_have(
+    folder: Path, asked: list[Asked], settings: dict[str, object]
+) -> None:
+    """By the backends of free mode: with keys too many or too few, an equal model would differ."""
+    free = [one for one in asked if not one[1].needs_history]
+    engine = _drafting_itself(folder, **settings)
+    run(engine, free)
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted > 0.85 * counts.num_drafted > 200
 
 
 @pytest.mark.parametrize(

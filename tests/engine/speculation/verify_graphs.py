@@ -8,6 +8,7 @@ from engine.build import Engine
 from engine.models.llama import attention_shape
 from engine.runner.graph_sizes import verify_sizes
 from engine.runner.graphs import GraphOutput
+from engine.runner.overlap_rule import OverlapRule
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import RowTensors
 from tests.engine.runner.graph_story import RerunRecorder, RowTensorAttention
@@ -44,8 +45,13 @@ class CountingRecorder(RerunRecorder):
         return replay
 
 
-def capture_verification(engine: Engine, max_tokens: int) -> CountingRecorder:
-    """Graphs for steps with drafts alone; their attention knows nothing but the graph's rows."""
+def capture_verification(
+    engine: Engine, max_tokens: int, *, split_from: int | None = None
+) -> CountingRecorder:
+    """Graphs for steps with drafts alone; their attention knows nothing but the graph's rows.
+
+    split_from: tokens from which there are graphs of two batches, too; None = there are none.
+    """
     executor, recorder = engine.executor, CountingRecorder()
     rows = ExactRows(attention_shape(executor.model.spec))
     executor._attention = PhasedAttention(prefill=rows, decode=rows, graph=rows, prompt_graph=rows)
@@ -53,6 +59,10 @@ def capture_verification(engine: Engine, max_tokens: int) -> CountingRecorder:
     executor.capture_graphs(
         recorder, lambda _: None, prompts=None, verify=verify_sizes(6, max_tokens)
     )
+    if split_from is not None:
+        rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=split_from)
+        executor.overlap_two_batches(rule, threshold=0.48)
+        executor.capture_split_verification(recorder, lambda _: None, min_tokens=split_from)
     executor._decode_graphs = executor._decode_run = None
     executor.kv_store.tensor.fill_(50.0)
     return recorder

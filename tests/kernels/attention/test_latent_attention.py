@@ -382,7 +382,11 @@ def _check_prompt_replays(
 def _check_products(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
     from kernels.linear.by_head import product_by_head
 
-    for num_tokens, num_heads, num_inner, num_columns in ((1, 3, 20, 70), (17, 2, 65, 33)):
+    for num_tokens, num_heads, num_inner, num_columns in (
+        (1, 3, 20, 70),
+        (17, 2, 65, 33),
+        (5, 2, 64, 40),
+    ):
         x = torch.randn(num_tokens, num_heads, num_inner + 5, device=device).to(dtype)[..., 2:-3]
         w = torch.randn(num_heads, num_columns, num_inner, device=device).to(dtype)
         exact = torch.einsum("thk,hnk->thn", x.double(), w.double())

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from kernels.comm import reference
@@ -15,6 +16,7 @@ from kernels.comm.packets import sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
+from kernels.comm.stream import DEPTH, PIECE_BYTES, fits_stream, stream_add_norm
 from kernels.comm.sums import sum_add_norm, sum_over_ranks
 
 NUM_ROUNDS = 3  # one more than there are barriers
@@ -110,6 +112,46 @@ def check_norms(seed: str, num_ranks: str) -> None:
         for one in found:
             assert torch.equal(one, found[0]), f"{dtype} {shape} seed {seed}"
             torch.testing.assert_close(one, expected, msg=f"{dtype} {shape} seed {seed}")
+
+
+def check_stream(seed: str, num_ranks: str) -> None:
+    """Ranks in processes of their own, which do wait: places are used again within a call."""
+    rng, size = random.Random(seed), int(num_ranks)
+    torch.manual_seed(rng.randrange(2**32))
+    width, num_blocks = rng.choice((2048, 6144)), rng.choice((1, 2))
+    rows_of_piece = PIECE_BYTES // 4 // width
+    num_rows = rows_of_piece * num_blocks * DEPTH + rng.randrange(1, 3 * rows_of_piece)
+    parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(3)]
+    residual, weight = _draw((num_rows, width), torch.float32), _draw((width,), torch.float32)
+    slot_bytes = DEPTH * size * num_blocks * PIECE_BYTES
+    memories = [torch.zeros((DATA_BEGINS + 2 * slot_bytes) // 8, dtype=torch.int64) for _ in parts]
+    found = [torch.zeros(len(parts), 2, num_rows, width) for _ in range(size)]
+    for shared in (*memories, *found):
+        shared.share_memory_()
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
+        view = PeerMemory(
+            rank=rank, memories=tuple(memories[:size]), count=count, max_blocks=num_blocks
+        )
+        assert fits_stream(residual, view)
+        for call, own in enumerate(parts):
+            given = own[rank].clone(), residual.clone(), weight, EPS, view
+            found[rank][call] = torch.stack(stream_add_norm(*given))
+
+    processes = [mp.get_context("fork").Process(target=run, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    what = f"{num_rows} x {width} in {num_blocks} blocks, seed {seed}"
+    assert [process.exitcode for process in processes] == [0] * size, what
+    for call, own in enumerate(parts):
+        expected = torch.stack(reference.sum_add_norm(own, residual.clone(), weight, EPS))
+        for one in found:
+            assert torch.equal(one[call], found[0][call]), what
+            torch.testing.assert_close(one[call], expected, msg=what)
 
 
 def check_packets(seed: str, num_ranks: str) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine.layers.linear import LinearWeight
 from kernels.moe.align import align
-from kernels.moe.coded import CodedExperts, with_run_scales
+from kernels.moe.coded import CodedExperts
 from kernels.moe.grouped import by_block, grouped_down, grouped_gate_up
+from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_experts
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
-from kernels.quant.steps import Codes
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.moe.moe_cases import (
@@ -32,6 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # shape [1, N, K], dtype, device -> a weight and its exact matrix
 Make = Callable[[tuple[int, int, int], torch.dtype, torch.device], Case]
+WORDS = "mxfp4 words"  # on a GPU and in bfloat16 "mxfp4" is that too
 FORMS: dict[str, Make] = {
     "fp8 tiles": lambda shape, dtype, device: fp8_case(shape, (16, 32), dtype, device),
     "fp8 wide tiles": lambda shape, dtype, device: fp8_case(shape, (8, 128), dtype, device),
@@ -41,6 +42,7 @@ FORMS: dict[str, Make] = {
         shape, 64, dtype, device, has_zeros=False
     ),
     "int4 rows": lambda shape, dtype, device: int4_case(shape, shape[2], dtype, device),
+    WORDS: lambda shape, dtype, device: fp4_case(shape, 32, dtype, device),
     "mxfp4": lambda shape, dtype, device: fp4_case(shape, 32, dtype, device),
     "mxfp4 large": lambda shape, dtype, device: fp4_case(shape, 32, dtype, device, has_large=True),
     "nvfp4": lambda shape, dtype, device: fp4_case(shape, 16, dtype, device),
@@ -57,11 +59,13 @@ def _experts(
 
 
 def _operand(
-    weight: LinearWeight, tile: Tile, *, is_gated: bool = False
-) -> tuple[CodedExperts, Tile]:
+    form: str, weight: LinearWeight, tile: Tile, *, is_gated: bool = False
+) -> tuple[CodedExperts | Mxfp4Experts, Tile]:
     from engine.layers.moe_cuda import coded_operand
 
     operand = coded_operand(weight, is_gated=is_gated)
+    if form == WORDS and isinstance(operand, CodedExperts):
+        operand = mxfp4_experts(operand.data, operand.scales, is_gated=is_gated)
     return operand, operand.fit(tile, gpu("H200"))
 
 
@@ -78,14 +82,14 @@ def _check_products(
     x = random_tensor(num_tokens, hidden, dtype=dtype, device=device.type)
     routes = random_routes(num_tokens, num_experts, num_active, device.type)
     blocks = align(routes.ids, num_experts, tile.block_m)
-    operand, cut = _operand(gate_up, tile, is_gated=True)
+    operand, cut = _operand(form, gate_up, tile, is_gated=True)
     assert operand.shape == (num_experts, 2 * inner, hidden)
     exact = exact_inner(x, exact_up, routes)
     lines = by_block(exact, blocks)
     is_line = ~lines[:, 0].isnan()
     ours = grouped_gate_up(x, operand, routes, blocks, cut)
     assert_near(ours[is_line], lines[is_line], dtype)
-    operand, cut = _operand(down, tile)
+    operand, cut = _operand(form, down, tile)
     rounded = exact.to(dtype)
     outputs = grouped_down(by_block(rounded, blocks), operand, routes, blocks, cut)
     exact_out = exact_outputs(rounded, exact_down, routes)
@@ -97,7 +101,7 @@ TILE = Tile(16, 32, 64, 2, 4, 2)
 
 
 def check_products() -> None:
-    for form in ("fp8 tiles", "int4 groups", "nvfp4"):
+    for form in ("fp8 tiles", "int4 groups", "nvfp4", WORDS):
         _check_products(form, 5, (3, 2, 64, 64), torch.float32, TILE, CPU)
 
 
@@ -160,33 +164,20 @@ def _check_matrices(
     assert_near(experts(x, routes, None), exact.sum(dim=1), dtype)
 
 
+def check_words() -> None:
+    """Matrices are what words stand for, in every bit."""
+    for is_gated in (False, True):
+        weight, exact = _experts(WORDS, (2, 48, 192), torch.float16, CPU)
+        operand, _ = _operand(WORDS, weight, TILE, is_gated=is_gated)
+        assert operand.shape == exact.shape
+        assert torch.equal(operand.matrices(torch.float32).double(), exact)
+
+
 def check_matrices() -> None:
     small = {"_MATRIX_ROUTES": 8, "_MATRIX_TILE": Tile(16, 32, 64, 2, 4, 2)}
     with patch.multiple("kernels.moe.tiles", **small):
         for form in ("int4 groups", "int4 rows", "nvfp4", "mxfp4"):
             _check_matrices(form, 16, (4, 2, 64, 128), torch.float16, CPU)
-
-
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_scales_by_run_are_those_of_the_rows_as_they_are_read(is_gated: bool) -> None:
-    weight, _ = _experts("mxfp4", (3, 8, 192), torch.bfloat16, CPU)
-    operand = CodedExperts(
-        codes=Codes.MXFP4_SMALL,
-        data=weight.data,
-        scales=weight.scales.values.view(torch.uint8),  # type: ignore[union-attr]
-        tile_rows=1,
-        tile_columns=32,
-        half=32,
-    )
-    scales = with_run_scales(operand, is_gated=is_gated).run_scales
-    assert scales is not None
-    assert scales.words.shape == (3, 3, 8)
-    for row in range(8):
-        source = row % 2 * 4 + row // 2 if is_gated else row
-        for half in range(2):
-            bits = (scales.words[:, :, row] >> 16 * half & 0xFFFF).to(torch.int16)
-            exact = operand.scales[:, source, half::2].view(torch.float8_e8m0fnu).double()
-            assert torch.equal(bits.view(torch.bfloat16).double(), exact * 2.0**126)
 
 
 def check_refused() -> None:
@@ -216,6 +207,7 @@ NIGHTLY = pytest.mark.nightly
     "name",
     [
         "products",
+        "words",
         "refused",
         *(pytest.param(n, marks=NIGHTLY) for n in ("all_products", "layer", "matrices")),
     ],
@@ -240,20 +232,21 @@ def test_products_of_quantised_experts_compile_within_the_shared_memory(name: st
     routes = Routes(ids=torch.zeros(8, 2, dtype=torch.int32), weights=torch.ones(8, 2))
     x = torch.empty(8, 256, dtype=torch.bfloat16)
     with compiled_for(device, grouped) as found:
-        for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4"):
+        for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4", WORDS):
             weight, _ = _experts(form, (8, 512, 256), torch.bfloat16, CPU)
-            up, _ = _operand(weight, TILE, is_gated=True)
+            up, _ = _operand(form, weight, TILE, is_gated=True)
+            down, _ = _operand(form, weight, TILE)
 
-            def fit(tile: Tile, operand: CodedExperts = up) -> Tile:
+            def fit(tile: Tile, operand: CodedExperts | Mxfp4Experts = up) -> Tile:
                 return operand.fit(tile, device)
 
-            for pair in build_coded_plan(shape, fit, fit).pairs:
+            for pair in build_coded_plan(shape, fit, fit, is_mxfp4=form == WORDS).pairs:
                 blocks = Blocks(
                     routes=torch.zeros(16, pair.gate_up.block_m, dtype=torch.int32),
                     experts=torch.zeros(16, dtype=torch.int32),
                 )
                 y = grouped.grouped_gate_up(x, up, routes, blocks, pair.gate_up)
-                grouped.grouped_down(y, up, routes, blocks, pair.down)
+                grouped.grouped_down(y, down, routes, blocks, pair.down)
     assert set(found) == {"_moe_grouped_kernel"}
     assert max(found.values()) <= device.shared_memory_per_block_bytes
 
@@ -281,6 +274,25 @@ def test_products_of_quantised_experts_on_a_gpu(form: str, tile: Tile, dtype: to
         (1100, (4, 1, 64, 64)),
     ):
         _check_products(form, num_tokens, sizes, dtype, tile, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(8, 16, 32, 1, 1, 4, unroll=3),
+        Tile(8, 32, 32, 1, 2, 4, unroll=3, prefetch_k=2048),
+        Tile(16, 64, 32, 1, 2, 3, unroll=3),
+        Tile(64, 64, 32, 8, 2, 3),
+    ],
+)
+def test_products_of_words_on_a_gpu(tile: Tile) -> None:
+    for num_tokens, sizes in (
+        (1, (128, 8, 2048, 768)),
+        (37, (60, 4, 512, 192)),
+        (300, (8, 2, 2880, 2880)),
+    ):
+        _check_products(WORDS, num_tokens, sizes, torch.bfloat16, tile, GPU)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.layers.quantized_weight import e2m1_values
 from kernels.quant.decode import RAISE_INT4, SCALE_E2M1, WIDEN_E2M1, WIDEN_E4M3
+from kernels.quant.e2m1_words import DECODE_WORD, pack_scales, pack_words
 
 Words = NDArray[np.uint32]
 EVERY_PAIR: Words = np.arange(2**16, dtype=np.uint32)
@@ -71,15 +73,21 @@ _MODELS: dict[str, Callable[..., Words]] = {
 }
 
 
-def _execute(assembly: str, pairs: Words, num_outputs: int) -> list[Words]:
-    """The outputs of instructions whose last operand, a pair of bytes, is `pairs`."""
-    registers = {f"${num_outputs}": pairs}
+def _execute(
+    assembly: str, pairs: Words, num_outputs: int, more: dict[str, Words] | None = None
+) -> list[Words]:
+    """The outputs of instructions whose first input is `pairs`; more: other inputs by name."""
+    registers = {f"${num_outputs}": pairs, **(more or {})}
 
     def read(name: str) -> Words:
         return registers[name] if name in registers else np.full_like(pairs, int(name, 0))
 
     for line in re.findall(r"^([a-z][^;]*);", assembly, re.MULTILINE):
         word, _, rest = line.partition(" ")
+        if rest.startswith("{"):  # a word taken apart
+            low, high, name = re.findall(r"[$\w]+", rest)
+            registers[low], registers[high] = read(name), read(name) >> np.uint32(16)
+            continue
         target, *names = [name.strip() for name in rest.split(",")]
         assert word in _MODELS, f"no model of {word}"
         registers[target] = _MODELS[word](*(read(name) for name in names))
@@ -129,3 +137,23 @@ def test_instructions_scale_numbers_of_e2m1_exactly() -> None:
             (_bf16(high), high_widened, 1 - code),
         ):
             assert torch.equal(ours.double(), widened.double() * 2.0**exponent)
+
+
+def test_instructions_decode_words_of_eight_numbers_exactly() -> None:
+    numbers = torch.randint(16, (512, 128), dtype=torch.uint8)
+    numbers[:16] = torch.arange(16, dtype=torch.uint8)[:, None]  # every number at every place
+    codes = torch.randint(129, (512, 4), dtype=torch.uint8)
+    words, factors = pack_words(numbers), pack_scales(codes)
+    assert words.shape == (512, 4, 4)
+    exact = e2m1_values(numbers).double() * torch.exp2(codes.double() - 127).repeat_interleave(
+        32, 1
+    )
+    for group in range(4):
+        halves = factors[:, group // 2].numpy().view(np.uint32) >> np.uint32(16 * (group % 2))
+        factor = ((halves & 0xFFFF) * np.uint32(0x10001)).astype(np.uint32)
+        for word in range(4):
+            bits = words[:, group, word].numpy().view(np.uint32)
+            places = [32 * group + 16 * i + 4 * word + j for i in range(2) for j in range(4)]
+            halves_found = _execute(DECODE_WORD, bits, 8, {"$9": factor})
+            for found, place in zip(halves_found, places, strict=True):
+                assert torch.equal(_bf16(found).double(), exact[:, place])

@@ -32,3 +32,10 @@ def test_rows_get_what_was_asked_for() -> None:
     assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)  # of some 150 rows with drafts
     args = build_parser().parse_args([*TINY, "--sweep", "0", "--max-drafts", "2"])
     assert len(measure(MODEL, args)) == 2
+
+
+def test_drafts_of_a_model_count_as_was_asked_for() -> None:
+    args = build_parser().parse_args([*TINY, "--drafts", "3:2.5", "--seed", str(SEED)])
+    args.draft_model = str(MODEL.with_name("laps-demo-draft"))
+    _, drafted = measure(MODEL, args)
+    assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)

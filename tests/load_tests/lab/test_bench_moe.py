@@ -14,7 +14,15 @@ from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import Call, MoeStep, quantised_layers, random_layers
-from load_tests.lab.moe_tuning import FEW_TILES, TILES, TUNED_TOKENS, Tuning, heights, render_plan
+from load_tests.lab.moe_tuning import (
+    FEW_TILES,
+    PREFETCHES,
+    TILES,
+    TUNED_TOKENS,
+    Tuning,
+    heights,
+    render_plan,
+)
 from tests.kernels.interpreter import run_interpreted
 
 pytestmark = pytest.mark.lab
@@ -116,7 +124,7 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
     assert plan.pairs[0].gate_up.block_n == 256
     assert plan.few_gate_up.block_n == min(tile.block_n for tile in FEW_TILES)
     assert plan.few_up_to == 4
-    assert plan.few_down.prefetch_k == plan.pairs[0].down.prefetch_k == 512
+    assert plan.few_down.prefetch_k == plan.pairs[0].down.prefetch_k == max(PREFETCHES)
     assert plan.pairs[0].gate_up.prefetch_k == plan.pairs[1].down.prefetch_k == 0
     assert {tile for tile in TILES if tile.block_m == 16} <= set(chosen)
 

@@ -45,7 +45,7 @@ def test_whatever_is_wrong_lost_or_left_is_in_the_row_and_a_violation(
     changes: dict[str, object], row: str
 ) -> None:
     found = outcome(**changes)
-    lines = [" ".join(line.split()) for line in render([found], 7, "cuda").splitlines()]
+    lines = [" ".join(line.split()) for line in render([found], "--seed 7", "cuda").splitlines()]
     assert row in lines
     assert found.is_violation == bool(changes)
 

@@ -1,0 +1,190 @@
+"""Steps with drafts launched before the last one's drafts are judged: the same answers, no gaps."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from engine.build import Engine
+from engine.models.llama import attention_shape
+from engine.plan import StepPlan
+from engine.request import SamplingParams
+from engine.runner.executor import Executor
+from engine.runner.graph_sizes import ragged_sizes, verify_sizes
+from engine.speculation.draft_model import DraftModel
+from kernels.attention.phased import PhasedAttention
+from tests.engine.runner.graph_story import RerunRecorder
+from tests.engine.speculation.eagle_heads import save_head
+from tests.engine.speculation.guessed_engines import (
+    Asked,
+    assert_same,
+    exact_arithmetic,
+    exact_model,
+    run,
+    save_exact_model,
+    start_exact,
+)
+from tests.engine.speculation.verify_graphs import ExactRows
+from tests.harness.in_process import Answer
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
+
+SEED = random.SystemRandom().randrange(10**6)
+FREE: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.2},
+    {"temperature": 0.7, "top_k": 8, "logprobs": 2},
+    {"temperature": 1.0, "logit_bias": {4: 9.0}},
+    {"temperature": 1.3, "stop_token_ids": tuple(range(0, 99, 7)), "ignore_eos": False},
+)
+HELD: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.9, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "allowed_token_ids": (4, 8, 15, 16, 23, 42)},
+    {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": tuple(range(0, 99, 5))},
+)
+
+
+def _asked(kinds: tuple[dict[str, Any], ...], seed: int) -> list[Asked]:
+    draw = random.Random(seed)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
+    return [
+        (
+            shared + draw.choices(range(3, VOCAB_SIZE), k=draw.randint(1, 30)),
+            SamplingParams(
+                **{"max_tokens": draw.randint(20, 32), "ignore_eos": True, **kind},
+                seed=draw.getrandbits(60),
+            ),
+        )
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    print("seed", SEED)
+    path = tmp_path_factory.mktemp("target")
+    save_exact_model(path, seed=SEED, num_hidden_layers=4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return _asked((*FREE, *HELD), SEED)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, asked: list[Asked]) -> list[Answer]:
+    with exact_arithmetic():
+        return run(start_exact(folder, speculation__drafter="none"), asked)
+
+
+@contextmanager
+def launched_plans() -> Iterator[list[tuple[Executor, StepPlan]]]:
+    """What any executor launches meanwhile."""
+    launch, plans = Executor.launch, list[tuple[Executor, StepPlan]]()
+
+    def note(self: Executor, plan: StepPlan) -> Any:
+        plans.append((self, plan))
+        return launch(self, plan)
+
+    with patch.object(Executor, "launch", note):
+        yield plans
+
+
+# How a plan meets the device: it becomes true before it is launched, or its inputs are moved there,
+# before kernels or before graphs.
+WAYS = ["made true", "moved", "moved in graphs"]
+
+
+def _start(folder: Path, drafter: str, path: Path, *, way: str, **overrides: object) -> Engine:
+    """way: one of WAYS; inputs are moved for attention that knows nothing but tensors."""
+    engine = start_exact(
+        folder,
+        scheduler__overlap=True,
+        speculation__drafter=drafter,
+        speculation__model_path=str(path),
+        speculation__max_temperature=9.0,
+        **{"speculation__max_drafts": 3, **overrides},
+    )
+    if way != "made true":
+        for executor in (engine.executor, _drafter(engine)._executor):
+            assert isinstance(executor, Executor)
+            _move_inputs(executor, captures=way == "moved in graphs")
+    return engine
+
+
+def _move_inputs(executor: Executor, *, captures: bool) -> None:
+    rows = ExactRows(attention_shape(executor.model.spec))
+    given = {"prefill": rows, "decode": rows, "graph": rows, "prompt_graph": rows}
+    executor._attention = PhasedAttention(**given)
+    assert executor.guesses is not None
+    executor.guesses._attention = executor._attention
+    if captures:
+        prompts = ragged_sizes(6, 32)
+        executor.capture_graphs(RerunRecorder(), print, prompts=prompts, verify=verify_sizes(6, 32))
+        executor.kv_store.tensor.fill_(50.0)
+
+
+def _drafter(engine: Engine) -> DraftModel:
+    drafter = engine.core.scheduler.drafting.drafter
+    assert isinstance(drafter, DraftModel)
+    return drafter
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_of_an_equal_model_are_all_right(
+    folder: Path, asked: list[Asked], plain: list[Answer], way: str
+) -> None:
+    """It draws with the target's noise, so each token, position and index is where it belongs."""
+    # Graphs keep the model that they were captured with.
+    with patch("engine.runner.replica.build_model", lambda *_, **__: exact_model(folder)):
+        engine = _start(folder, "draft_model", folder, way=way)
+    with exact_arithmetic(), launched_plans() as plans:
+        for _ in range(2):  # the second time with prefixes that are here
+            assert_same(run(engine, asked), plain)
+    counts = engine.core.scheduler.draft_counts
+    num_stopped = sum(2 for answer in plain if answer.finish == "stop")
+    assert 100 < counts.num_drafted <= counts.num_accepted + 3 * num_stopped
+    assert sum(len(plan.ahead) for executor, plan in plans if executor is engine.executor) > 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+def test_wrong_drafts_change_no_answer(
+    folder: Path,
+    asked: list[Asked],
+    plain: list[Answer],
+    tmp_path: Path,
+    drafter: str,
+    way: str,
+) -> None:
+    """Few blocks, so that requests are preempted, and chunks beside rows with drafts."""
+    if drafter == "eagle3":
+        save_head(tmp_path, seed=SEED)
+    else:
+        save_model(tmp_path, seed=SEED + 1, num_hidden_layers=1)
+    engine = _start(folder, drafter, tmp_path, way=way, cache__num_blocks=30)
+    with exact_arithmetic(), launched_plans() as plans:
+        assert_same(run(engine, asked), plain)
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted < counts.num_drafted
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    assert any(plan.ahead for executor, plan in plans if executor is engine.executor)
+
+
+def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:
+    """From their first drafts until a step may give the last token."""
+    draw = random.Random(SEED)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    engine = _start(folder, "draft_model", folder, way="made true")
+    prompt = draw.choices(range(3, VOCAB_SIZE), k=10)
+    with exact_arithmetic(), launched_plans() as plans:
+        run(engine, [(prompt, params)])
+    steps = [plan for executor, plan in plans if executor is engine.executor and plan.rows]
+    num_begun, num_ending = 2, 4
+    is_ahead = [bool(plan.ahead) for plan in steps]
+    assert all(is_ahead[num_begun : len(steps) - num_ending])
+    assert len(steps) > 10
