@@ -2,6 +2,9 @@
 
 x may be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that
 codes are those of `kernels.silu_mul`'s result. Torch twin: `kernels.quant.coded_tokens.reference`.
+
+The first of two pieces is rounded by arithmetic and not read back from its code: ptxas (of CUDA 12
+and 13) lets that conversion read another register where it merges codes in pairs.
 """
 
 import triton
@@ -19,7 +22,7 @@ _NUM_WARPS = 4
 
 @triton.jit
 def _round_e4m3(x):
-    """The nearest e4m3 number, in fp32: for the interpreter, which cuts off instead."""
+    """The nearest e4m3 number, in fp32."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     # The last place: three bits below the leading one, at least that of subnormal numbers, 2^-9.
@@ -33,6 +36,7 @@ def _round_e4m3(x):
 
 @triton.jit
 def _nearest_e4m3(x, KNOWS_E4M3: tl.constexpr):
+    """The interpreter's own conversion cuts off instead of rounding."""
     return (x if KNOWS_E4M3 else _round_e4m3(x)).to(tl.float8e4nv)
 
 
@@ -54,8 +58,9 @@ def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN
         scales = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
         scales = tl.where(exponent < 255, scales, float("inf"))
         scaled = x * ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        first = _nearest_e4m3(scaled, KNOWS_E4M3)
-        rest = (scaled - first.to(tl.float32)) * _SECOND_FACTOR
+        rounded = _round_e4m3(scaled)
+        first = rounded.to(tl.float8e4nv)
+        rest = (scaled - rounded) * _SECOND_FACTOR
         second = _nearest_e4m3(rest, KNOWS_E4M3)
     return scales, first, second
 
