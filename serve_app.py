@@ -6,6 +6,7 @@ Reads the config and binds the one Serve deployment; every other actor is create
 
 import sys
 from types import TracebackType
+from typing import Any
 
 from ray import serve
 from ray.serve import Application
@@ -21,6 +22,7 @@ from actors.lifecycle.hub import fetch_model
 from actors.lifecycle.preflight import check_startable
 from configs.load import ConfigFileError, config_from_environment, listen_address
 from configs.process_environment import set_serve_environment
+from configs.schema import EdgeConfig
 from engine.errors import ConfigError
 from engine.kv.host import shared_file
 
@@ -57,7 +59,7 @@ def bind(spec: DeploymentSpec) -> Application:
     supervisor = DeploymentActorConfig(
         name=SUPERVISOR,
         actor_class="actors.remote_classes:SupervisorCls",
-        init_args=(spec,),
+        init_args=(spec.to_text(),),
         actor_options=supervisor_options(),
     )
     deployment = serve.deployment(
@@ -69,11 +71,21 @@ def bind(spec: DeploymentSpec) -> Application:
         # Three in a row: one that froze is replaced within a minute, not within two.
         health_check_period_s=5.0,
         health_check_timeout_s=10.0,
-        max_surge_percent=100,  # old replicas answer until new ones, and their workers, are ready
+        **_spreading(edge),
         deployment_actors=[supervisor],
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
     )
     return deployment(serve.ingress()(Ingress)).bind(spec)
+
+
+def _spreading(edge: EdgeConfig) -> dict[str, Any]:
+    """Old replicas answer until new ones, and their workers, are ready.
+
+    All of them, but where new ones may have no room beside them: there one after the other leaves.
+    """
+    if edge.max_replicas_per_node is None:
+        return {"max_surge_percent": 100}
+    return {"max_surge_percent": 0, "max_replicas_per_node": edge.max_replicas_per_node}
 
 
 def _print_without_traceback(*kinds: type[Exception]) -> None:

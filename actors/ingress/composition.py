@@ -16,6 +16,7 @@ from actors.ingress.pipeline import RequestPipeline
 from actors.ingress.prompt_tokens import Batchers, PromptTokens
 from actors.ingress.rate_limits import RateLimits
 from actors.ingress.replica_exchange import OtherReplicas, ReplicaExchange
+from actors.ingress.replica_responses import ReplicaResponses
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import Peers, SystemView
 from actors.lifecycle.deployment import DeploymentSpec, rendezvous_name
@@ -24,7 +25,9 @@ from actors.observability.ray_metrics import RayMetrics, ray_gauge
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.tracing import Tracing, build_tracing
 from actors.openai.chat_dialect import build_dialect
+from actors.openai.responses.stored import StoredResponses
 from actors.openai.served_model import EmbeddingSpace, ServedModel, served_names
+from actors.rpc.server import listen_address
 from configs.schema import ApiConfig, AppConfig
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Topology
@@ -56,6 +59,7 @@ class Edge:
     admission: Admission
     stopping: Stopping
     rate_limits: RateLimits
+    responses: ReplicaResponses
     tracing: Tracing
     tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -106,7 +110,6 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         timeout_s=config.edge.request_timeout_s,
         max_short_tokens=config.laps.laps_alloc_threshold,
     )
-    exporting = observation.publish_to(RayMetrics(ray_gauge))
     _log_start(ingress_id, model.name, len(config.api.keys))
     return Edge(
         ingress_id=ingress_id,
@@ -125,21 +128,30 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         admission=limiting.admission,
         stopping=Stopping(generations.end_all),
         rate_limits=limiting.rate_limits,
+        responses=limiting.responses,
         tracing=tracing,
-        tasks=tuple(map(asyncio.create_task, [system.follow(), exporting, *limiting.tasks()])),
+        tasks=_start_tasks(system, observation, limiting),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limiting:
-    """What decides whether a request may be computed, and how replicas share it."""
+    """What decides whether a request may be computed, and what else replicas share."""
 
     admission: Admission
     rate_limits: RateLimits
+    responses: ReplicaResponses
     exchange: ReplicaExchange | None  # None = this replica is the only one
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
         return [] if self.exchange is None else [self.exchange.run()]
+
+
+def _start_tasks(
+    system: SystemView, observation: Observation, limiting: _Limiting
+) -> tuple[asyncio.Task[None], ...]:
+    exporting = observation.publish_to(RayMetrics(ray_gauge))
+    return tuple(map(asyncio.create_task, [system.follow(), exporting, *limiting.tasks()]))
 
 
 async def _build_limiting(
@@ -159,6 +171,7 @@ async def _build_limiting(
         max_short_tokens=config.laps.laps_length_threshold,
         others=others,
     )
+    responses = ReplicaResponses(StoredResponses(config.api.stored_responses_bytes), others)
     exchange = None
     if config.edge.num_replicas > 1:
         exchange = ReplicaExchange(
@@ -168,9 +181,12 @@ async def _build_limiting(
             num_waiting_tokens=lambda: admission.num_waiting_tokens,
             note_exchange=admission.note_exchange,
             others=others,
+            address=await responses.listen(listen_address(config)),
         )
         await exchange.exchange()  # so that the first request finds what keys have left
-    return _Limiting(admission=admission, rate_limits=rate_limits, exchange=exchange)
+    return _Limiting(
+        admission=admission, rate_limits=rate_limits, responses=responses, exchange=exchange
+    )
 
 
 def _log_start(ingress_id: str, model: str, num_keys: int) -> None:

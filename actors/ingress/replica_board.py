@@ -3,7 +3,8 @@
 Rate limits: the board has the common bucket of every key. A replica reports what it used and gets
 the level back, so between two reports it may let through what others have used meanwhile; that is
 owed, and nobody gets anything before it has refilled. Waiting prompts: the sum of what replicas
-reported last. Metrics: the last of every replica, so that what it counted outlives it.
+reported last. Addresses: where each answers the others. Metrics: the last of every replica, so that
+what it counted outlives it.
 
 After a restart the board is empty. Replicas then report everything, and each common bucket begins
 with the lowest level that a replica knows. A new replica reports before its first request.
@@ -88,6 +89,7 @@ class ReplicaBoard:
         self._buckets = SharedBuckets(limits, clock)
         self._heard_s: dict[str, float] = {}  # replica -> when it reported last
         self._num_waiting_tokens: dict[str, int] = {}
+        self._addresses: dict[str, bytes] = {}
         self._metrics: dict[str, ReplicaMetrics] = {}  # oldest first
 
     def exchange(self, report: ReplicaReport) -> ReplicaNews:
@@ -100,12 +102,14 @@ class ReplicaBoard:
             self._buckets.take(replica, report.uses)
         self._heard_s[replica] = self._clock.now_s()
         self._num_waiting_tokens[replica] = report.num_waiting_tokens
+        self._addresses[replica] = report.address
         return ReplicaNews(
             is_known=self._buckets.knows(replica),
             num_replicas=len(self._heard_s),
             num_waiting_tokens=sum(
                 num for name, num in self._num_waiting_tokens.items() if name != replica
             ),
+            addresses=[at for name, at in self._addresses.items() if name != replica],
             levels=self._buckets.levels(),
         )
 
@@ -127,5 +131,6 @@ class ReplicaBoard:
         now_s = self._clock.now_s()
         for replica, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
-                del self._heard_s[replica], self._num_waiting_tokens[replica]
+                for known in (self._heard_s, self._num_waiting_tokens, self._addresses):
+                    del known[replica]
                 self._buckets.forget(replica)

@@ -30,6 +30,7 @@ class OtherReplicas:
 
     num_others: int = 0  # that live
     num_waiting_tokens: int = 0  # of prompts that wait there for their first token
+    addresses: list[bytes] = field(default_factory=list)  # encoded, of those that live
     metrics: dict[str, ReplicaMetrics] = field(default_factory=dict)  # by replica, live or gone
 
 
@@ -45,9 +46,11 @@ class ReplicaExchange:
         num_waiting_tokens: Callable[[], int],
         note_exchange: Callable[[], None],
         others: OtherReplicas,
+        address: bytes,
     ) -> None:
         """`find_allocator` raises WorkerError while it is away.
 
+        address: at which the others' calls are answered here.
         num_waiting_tokens: of prompts between arrival and first token, here. `note_exchange` is
         called when what the others said has changed.
         """
@@ -57,6 +60,7 @@ class ReplicaExchange:
         self._rate_limits = rate_limits
         self._num_waiting_tokens = num_waiting_tokens
         self._note_exchange = note_exchange
+        self._address = address
         self._is_known = False  # the board has all that was used here
         self._allocator: AllocatorHandle | None = None
 
@@ -77,6 +81,7 @@ class ReplicaExchange:
             is_complete=not self._is_known,
             uses=self._rate_limits.uses(everything=not self._is_known),
             num_waiting_tokens=self._num_waiting_tokens(),
+            address=self._address,
         )
         news = await self._ask(lambda allocator: allocator.exchange(report))
         if news is None:
@@ -87,6 +92,7 @@ class ReplicaExchange:
         self._rate_limits.learn(report.uses, news.levels)
         self.others.num_others = news.num_replicas - 1
         self.others.num_waiting_tokens = news.num_waiting_tokens
+        self.others.addresses = news.addresses
         self._note_exchange()
         return "done"
 

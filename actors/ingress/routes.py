@@ -46,7 +46,6 @@ from actors.openai.response_objects import (
 )
 from actors.openai.responses.objects import DeletedResponse
 from actors.openai.responses.reading import parse_responses
-from actors.openai.responses.stored import StoredResponses
 from actors.openai.scores import parse_rerank, parse_score
 from actors.openai.served_model import check_model
 from actors.openai.token_requests import (
@@ -104,7 +103,7 @@ class Api:
         self._model = edge.model
         self._metrics = edge.metrics
         self._answering = Answering(edge)
-        self._stored = StoredResponses(self._config.api.stored_responses_bytes)
+        self._responses = edge.responses
 
     def app(self) -> FastAPI:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
@@ -205,10 +204,13 @@ class Api:
         return await self._answering.answer(request, parse)
 
     async def _respond(self, request: Request) -> Response:
-        edge, model, stored = self._config.edge, self._model, self._stored
-        return await self._answering.answer(
-            request, lambda body: parse_responses(body, edge, model, stored)
-        )
+        edge, model, responses = self._config.edge, self._model, self._responses
+
+        async def parse(body: bytes) -> ParsedRequest:
+            before = await responses.before(body)
+            return parse_responses(body, edge, model, responses.own, before=before)
+
+        return await self._answering.answer(request, parse)
 
     async def _message(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
@@ -222,10 +224,12 @@ class Api:
         return Response(to_json(counted), media_type=JSON_TYPE)
 
     async def _show_response(self, name: str) -> Response:
-        return Response(self._stored.body(name), media_type=JSON_TYPE)
+        elsewhere = await self._responses.find_elsewhere(name)
+        body = self._responses.own.body(name) if elsewhere is None else elsewhere.body
+        return Response(body, media_type=JSON_TYPE)
 
     async def _forget_response(self, name: str) -> Response:
-        self._stored.forget(name)
+        await self._responses.forget(name)
         return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
 
     async def _embed(self, request: Request) -> Response:

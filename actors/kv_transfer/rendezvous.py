@@ -105,7 +105,7 @@ class Rendezvous:
         self._name = name
         # There is one per deployment, and it needs no device.
         clear = partial(remove_unused, spec.namespace, spec.hash)
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
+        self._lifeline = Lifeline.of(spec, clear)
         self._keys = RendezvousKeys(MonotonicClock())
 
     def __repr__(self) -> str:

@@ -37,10 +37,22 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Not part of the hash: workers that a redeploy keeps also keep theirs.
     block_key: bytes
     namespace: str = ""  # Ray namespace of all actors; known once the application runs
+    # Ray's name of the supervisor's actor, the same after a restart. A redeploy that keeps workers
+    # has another: then they wait for none (see `Lifeline`).
+    supervisor: str = ""
 
-    def in_application(self, app_name: str) -> "DeploymentSpec":
+    def in_application(self, app_name: str, supervisor: str = "") -> "DeploymentSpec":
         """Returns the spec for Serve application `app_name`; applications never share actors."""
-        return msgspec.structs.replace(self, namespace=self.config.name or app_name)
+        namespace = self.config.name or app_name
+        return msgspec.structs.replace(self, namespace=namespace, supervisor=supervisor)
+
+    def to_text(self) -> str:
+        """As JSON: Serve shows what it gives its actors, and can show nothing else."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_text(text: str) -> "DeploymentSpec":
+        return msgspec.json.decode(text, type=DeploymentSpec)
 
 
 def describe_deployment(config: AppConfig) -> DeploymentSpec:

@@ -2,7 +2,8 @@
 
 Detached actors survive their creator, and Serve ends a deployment's actors without a hook: a
 `Lifeline` that hears no supervisor for long enough ends its actor, so that none outlives the
-application.
+application. It waits for one that Ray takes to be alive: of a machine that is gone Ray knows after
+half a minute only.
 
 `LivenessTracker` finds actors that exist and do not answer: a stopped process, or an event loop
 that hangs. Such an actor cannot end itself, and Ray regards it as alive. Time is counted in calls,
@@ -13,9 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import ray
+from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_NAMESPACE  # Serve has no public name for it
 
+from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.placement_groups import leave_group
 
 logger = logging.getLogger(__name__)
@@ -39,15 +44,30 @@ class Lifeline:
 
     A thread, not a task: a stuck event loop must not keep the process alive. It counts its looks: a
     machine that stood still as a whole (a snapshot, a frozen container) has not been silent.
-    `last_act` is called before the end, for what the actor has to clear away besides itself.
     """
 
-    def __init__(self, silence_s: float, last_act: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        silence_s: float,
+        is_expected: Callable[[], bool] = lambda: False,
+        *,
+        last_act: Callable[[], None] | None = None,
+    ) -> None:
+        """is_expected: whether Ray takes the supervisor to be alive; asked after half the silence.
+
+        last_act: called before the end, for what the actor has to clear away besides itself.
+        """
+        self._is_expected = is_expected
         self._last_act = last_act
         self._silence_s = silence_s
-        # Each is written by one thread alone, so that no beat is lost.
         self._num_looks = 0
         self._look_of_last_beat = 0
+
+    @classmethod
+    def of(cls, spec: DeploymentSpec, last_act: Callable[[], None] | None = None) -> "Lifeline":
+        """Returns the started lifeline of an actor of a deployment."""
+        silence_s = spec.config.lifetimes.supervisor_silence_s
+        return cls(silence_s, partial(has_supervisor, spec), last_act=last_act).start()
 
     def start(self) -> "Lifeline":
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -58,10 +78,13 @@ class Lifeline:
         self._look_of_last_beat = self._num_looks
 
     def look(self) -> bool:
-        """Checks once; returns True if the silence has lasted for `silence_s`."""
+        """Checks once; returns True if nobody was heard or expected for `silence_s`."""
         self._num_looks += 1
-        num_silent = self._num_looks - self._look_of_last_beat
-        return num_silent * CHECK_EVERY_S > self._silence_s
+        silent_s = (self._num_looks - self._look_of_last_beat) * CHECK_EVERY_S
+        if silent_s > self._silence_s / 2 and self._is_expected():
+            self.beat()
+            return False
+        return silent_s > self._silence_s
 
     def _watch(self) -> None:
         while not self.look():
@@ -72,6 +95,18 @@ class Lifeline:
                 self._last_act()
         finally:
             exit_for_good()
+
+
+def has_supervisor(spec: DeploymentSpec) -> bool:
+    """Whether Ray takes the deployment's supervisor to be alive, or to be starting.
+
+    Waits for Ray's control store. False if that cannot be asked.
+    """
+    try:
+        ray.get_actor(spec.supervisor, SERVE_NAMESPACE)
+    except (ValueError, RayError):
+        return False
+    return True
 
 
 MAX_UNANSWERED = 4  # calls in a row

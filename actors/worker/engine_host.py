@@ -95,8 +95,7 @@ class EngineHost:
         # First groups that wait for a device, or they would take the one that is given back here.
         self._clear = partial(remove_unused, spec.namespace, spec.hash)
         self._is_leaving = False  # for good, and other ranks with it
-        silence_s = spec.config.lifetimes.supervisor_silence_s
-        self._lifeline = Lifeline(silence_s, self._leave_alone).start()
+        self._lifeline = Lifeline.of(spec, self._leave_alone)
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None
         self._failure: str | None = None

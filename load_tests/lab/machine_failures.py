@@ -144,13 +144,22 @@ class Stage:
         return found
 
     def restore(self) -> None:
-        """Brings back every machine that is off, and Ray where it has ended."""
+        """Brings back every machine that is off, and Ray where it has ended, until Ray has all.
+
+        Ray may have given up a machine that is heard again; it ends itself there a little later.
+        """
+        wait_until(self._is_whole, "every machine is in the cluster", READY_S)
+
+    def _is_whole(self) -> bool:
         for name in WORKERS:
             machine = self.network.machines[name]
             if not machine.is_on:
                 self.cluster.start(name, num_cpus=1)
             elif not self.runs(machine, "raylet/raylet"):
                 self.cluster.join(machine, num_cpus=1)
+        words = "list nodes --filter state=ALIVE --address http://127.0.0.1:8265"
+        shown = self.cluster.ray(self.head, words)
+        return shown.count(" ALIVE ") == 1 + len(WORKERS)
 
     def held(self) -> dict[str, float]:
         """What the application holds for requests; {} when it is at rest."""

@@ -51,8 +51,8 @@ EXPECTED = (
     Expected("ray::RuntimeEnv", num_others=1),
     Expected("ray::", ranges=(RAY_PORTS,)),  # Ray's calls to an actor
     Expected("ray::ProxyActor", (8500,), (RAY_PORTS,)),  # asked where no replica is up
-    # The other one is left without a service by closed_replica.py.
-    Expected("ray::ServeRepli", (), (RAY_PORTS, REPLICA_PORTS), num_others=1),
+    # One has no service (closed_replica.py); by the other, several replicas ask each other.
+    Expected("ray::ServeRepli", (), (RAY_PORTS, REPLICA_PORTS), num_others=2),
     # Calls between actors; of workers, gloo's or NCCL's connections too.
     *(Expected(f"ray::{w}", (), (RAY_PORTS,), 2) for w in ("PrefillWor", "DecodeWork")),
     *(Expected(f"ray::{a}", (), (RAY_PORTS,), 1) for a in ("LapsAlloca", "TokenizerB")),

@@ -106,12 +106,15 @@ class Network:
         self._disk = disk
         self._subnet = subnet
         self._has_weak_cables = has_weak_cables
-        self._bridge = f"laps{subnet}"
+        self.bridge = f"laps{subnet}"
         self._num_machines = 0
         self.machines: dict[str, Machine] = {}
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"10.77.{subnet}.254/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
+        # A bridge without an address of its own takes that of one of its cables, and another when
+        # that is pulled: connections of all machines to this process would stand still then.
+        address = f"02:77:00:00:00:{subnet:02x}"
+        _ip("link", "add", self.bridge, "address", address, "type", "bridge")
+        _ip("addr", "add", f"10.77.{subnet}.254/24", "dev", self.bridge)
+        _ip("link", "set", self.bridge, "up")
 
     def add(self, name: str) -> Machine:
         """Starts a machine, with an empty disk; one of this name must be off."""
@@ -122,7 +125,7 @@ class Network:
         disk = self._disk / f"{name}-{time.monotonic_ns()}"
         for folder in ("tmp", "shm"):
             (disk / folder).mkdir(parents=True)
-        link = f"{self._bridge}-{number}"
+        link = f"{self.bridge}-{number}"
         machine = Machine(
             name=name,
             address=f"10.77.{self._subnet}.{number}",
@@ -139,7 +142,7 @@ class Network:
         _ip("link", "set", machine.link, "nomaster")
 
     def mend(self, machine: Machine) -> None:
-        _ip("link", "set", machine.link, "master", self._bridge)
+        _ip("link", "set", machine.link, "master", self.bridge)
 
     def weaken(self, machine: Machine, *, delay_ms: float, loss: float) -> None:
         """Delays frames of the machine, each way, and loses a share of them. Both 0 = as before."""
@@ -152,7 +155,7 @@ class Network:
         for machine in self.machines.values():
             machine.kill()
             _remove_link(machine.link)
-        _remove_link(self._bridge)
+        _remove_link(self.bridge)
 
     def _plug_in(self, machine: Machine) -> None:
         here, there = machine.link, f"{machine.link}p"
@@ -162,7 +165,7 @@ class Network:
         else:
             _ip("link", "add", here, "type", "veth", "peer", "name", there)
         _ip("link", "set", there, "netns", str(machine.pid))
-        _ip("link", "set", here, "master", self._bridge, "up")
+        _ip("link", "set", here, "master", self.bridge, "up")
         commands = [
             ["ip", "link", "set", "lo", "up"],
             ["ip", "link", "set", there, "name", "eth0", "up"],

@@ -1,26 +1,22 @@
 """Several machines, as namespaces of this one: what crosses a network that fails."""
 
-import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import httpx
 import pytest
 
 from actors.ingress.closed_haproxy import BUNDLED, SILENT_S, closed_arguments
-from engine.text.tokenizing import load_tokenizer
-from load_tests.testbed.certificates import Authority
-from load_tests.testbed.deployed import MODEL, free_port, wait_until
+from load_tests.testbed.deployed import free_port, wait_until
 from load_tests.testbed.listeners import Listener, listeners, unexpected
 from load_tests.testbed.machines import Machine, Network, network, why_not
-from load_tests.testbed.ray_machines import RayMachines, why_no_shifted_clocks
-from tests.harness.in_process import GREEDY, answer, start_engine
+from load_tests.testbed.ray_machines import why_no_shifted_clocks
+from tests.cluster.on_machines import MachinesWithApplication, assert_answers_are_right
 
 pytestmark = [
     pytest.mark.nightly,
@@ -29,16 +25,6 @@ pytestmark = [
 ]
 
 PORT = 9000
-HTTP_PORT = 8000
-PROMPTS = (
-    "def add(a, b):\n    return ",
-    "class Foo(object):\n    def __init__(self, ",
-    "import os\nimport " * 40,
-)
-APPLICATION: dict[str, object] = {
-    "workers": {"unified": 0, "prefill": 1, "decode": 1, "num_cpus": 1},
-    "cache": {"num_blocks": 1024},
-}
 # Takes requests, notes that it has one, and never answers.
 MUTE_SERVER = f"""
 import pathlib, socket
@@ -123,59 +109,19 @@ def test_a_request_to_a_machine_that_vanishes_ends_with_an_error(
 # ---- a cluster of Ray ----------------------------------------------------------------------------
 
 
-class MachinesWithApplication:
-    """A head, and machines with room for one worker each; prefill and decode are apart."""
+def test_a_machine_that_is_turned_off_changes_nothing_for_the_others(machines: Network) -> None:
+    """Else what others send here is lost until they ask again who that is."""
 
-    def __init__(
-        self,
-        machines: Network,
-        *,
-        names: Sequence[str] = ("alpha", "beta"),
-        changes: Mapping[str, object] = MappingProxyType({}),
-        is_encrypted: bool = False,
-        shifts_s: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """Starts everything by the files of configs/cluster; returns when it can serve.
+    def address() -> str:
+        return Path(f"/sys/class/net/{machines.bridge}/address").read_text()
 
-        changes: sections of the configuration. shifts_s: see `RayMachines`.
-        """
-        authority = Authority() if is_encrypted else None
-        self.cluster = RayMachines(machines, authority=authority, shifts_s=shifts_s)
-        self.head = self.cluster.start("head", num_cpus=0)
-        for name in names:
-            self.cluster.start(name, num_cpus=1)
-        self.machines = list(machines.machines.values())
-        self.cluster.deploy({**APPLICATION, **changes}, MODEL)
-        wait_until(lambda: self.is_ready(self.head), "the application can serve", 180)
-
-    def url(self, machine: Machine) -> str:
-        return f"http://{machine.address}:{HTTP_PORT}"
-
-    def is_ready(self, machine: Machine) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url(machine)}/ready", timeout=5).status_code == 200
-        return False
-
-    def wait_doors(self, patience_s: float) -> list[str]:
-        """Returns the URLs of the head, and of the machine with the ingress if it is another."""
-        [ingress] = self.machines_of("ray::ServeReplica")
-        machines = [self.head, ingress] if ingress is not self.head else [self.head]
-        what = f"these are ready: {[machine.name for machine in machines]}"
-        wait_until(lambda: all(map(self.is_ready, machines)), what, patience_s)
-        return [self.url(machine) for machine in machines]
-
-    def machines_of(self, title: str) -> list[Machine]:
-        """Those on which processes with this title run."""
-        places = self.places()
-        return [m for m in self.machines if any(title in one for one in places[m.name])]
-
-    def places(self) -> dict[str, list[str]]:
-        """The titles of Ray's processes on each machine."""
-        shown = {m.name: m.run(["ps", "axww", "-o", "args"], {}) for m in self.machines}
-        return {
-            name: [line for line in text.splitlines() if line.startswith("ray::")]
-            for name, text in shown.items()
-        }
+    before = address()
+    for name in ("alpha", "beta", "gamma"):
+        machines.add(name)
+    assert address() == before
+    for machine in machines.machines.values():
+        machine.kill()
+        assert address() == before
 
 
 def test_a_port_too_many_is_a_stranger() -> None:
@@ -210,17 +156,6 @@ def knock(machine: Machine) -> float | None:
     except OSError:
         return None
     raise AssertionError("somebody listens")
-
-
-def assert_answers_are_right(urls: Sequence[str]) -> None:
-    """Each door gives the tokens of an engine in this process."""
-    prompts = load_tokenizer(MODEL).encode_batch(PROMPTS, add_special_tokens=True)
-    expected = [one.tokens for one in answer(start_engine(), [(ids, GREEDY) for ids in prompts])]
-    body = {"model": MODEL.name, "prompt": prompts, "max_tokens": GREEDY.max_tokens}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    for url in urls:
-        found = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
-        assert [choice["token_ids"] for choice in found.json()["choices"]] == expected, url
 
 
 def assert_nobody_comes_in_without_the_token(system: MachinesWithApplication) -> None:

@@ -130,6 +130,7 @@ def test_every_node_of_the_cluster_file_starts_with_a_token_and_the_same_mode() 
     for command in starts:
         variables = dict(word.split("=", 1) for word in command.split() if word.startswith("RAY_"))
         haproxy = {HAPROXY: "$HOME/laps-venv/bin/laps-haproxy"}
+        assert variables.pop("RAY_enable_autoscaler_v2", "0") == "0"  # of the head
         assert variables == MODE | haproxy | {"RAY_AUTH_MODE": "token"}
     assert "--dashboard-host=127.0.0.1" in starts[0]
 

@@ -271,6 +271,10 @@ class NoLifeline:
     def __init__(self, *_: object) -> None:
         """Of the same arguments."""
 
+    @classmethod
+    def of(cls, *_: object) -> "NoLifeline":
+        return cls()
+
     def start(self) -> "NoLifeline":
         return self
 

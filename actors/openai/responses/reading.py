@@ -45,7 +45,7 @@ from actors.openai.responses.bodies import (
     TextFormat,
 )
 from actors.openai.responses.objects import ID_PREFIX
-from actors.openai.responses.stored import StoredResponses
+from actors.openai.responses.stored import MAX_ID_CHARS, StoredResponse, StoredResponses
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 
@@ -78,11 +78,16 @@ def parse_responses(
     model: ServedModel,
     stored: StoredResponses,
     new_seed: Callable[[], int] = draw_seed,
+    *,
+    before: StoredResponse | None = None,
 ) -> ParsedRequest:
-    """A /v1/responses body. `stored`: what `previous_response_id` and `store` refer to."""
+    """A /v1/responses body. `stored`: what `previous_response_id` and `store` refer to.
+
+    before: what `previous_response_id` names, where it is not among `stored`.
+    """
     asked = decode_body(body, ResponsesBody)
     check_metadata(asked.metadata)
-    messages = _conversation(asked, stored)
+    messages = _conversation(asked, stored, before)
     chat = _as_chat(asked, _with_instructions(asked, messages))
     parsed = read_chat(chat, limits, model, new_seed)
     keep = _keeping(stored, messages) if asked.store is not False and stored.is_on else None
@@ -95,16 +100,18 @@ def parse_responses(
     return replace(parsed, shape=shape)
 
 
-def _conversation(asked: ResponsesBody, stored: StoredResponses) -> list[Message]:
+def _conversation(
+    asked: ResponsesBody, stored: StoredResponses, before: StoredResponse | None
+) -> list[Message]:
     """The messages so far: those of the previous response, then the input."""
     previous = asked.previous_response_id
     earlier: list[Message] = []
     if previous is not None:
-        check_chars("previous_response_id", previous, 256)
+        check_chars("previous_response_id", previous, MAX_ID_CHARS)
         if not previous.startswith(ID_PREFIX):
             where = "previous_response_id"
             raise invalid(where, f"expected an id that begins with '{ID_PREFIX}'.")
-        earlier = stored.conversation(previous)
+        earlier = before.messages if before is not None else stored.conversation(previous)
     if isinstance(asked.input, str):
         check_chars("input", asked.input, 2**31)
         return [*earlier, Message(role="user", content=asked.input)]

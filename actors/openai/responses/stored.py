@@ -1,22 +1,40 @@
 """Finished responses that later requests may go on from, in the memory of one ingress.
 
-Bounded by bytes; the least recently used go first. Nothing outlives the process, and another
-ingress replica has its own.
+Bounded by bytes; the least recently used go first. Nothing outlives the process. Another ingress
+replica has its own (actors/ingress/replica_responses.py).
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+from msgspec.structs import asdict
 
 from actors.openai.prompts import count_chars
 from actors.openai.request_bodies import Message
 from engine.errors import RequestError
 
+MAX_ID_CHARS = 256
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    body: bytes  # the response as it was sent
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, and what a later one needs of it."""
+
+    body: bytes  # as it was sent
     messages: list[Message]  # the conversation up to its end
     num_bytes: int  # of both; a character counts as one, a message as 64
+
+    def encoded(self) -> bytes:
+        """As JSON, as the messages came: what a message lacks is left out, an empty `Raw` too."""
+        messages = [
+            {name: value for name, value in asdict(one).items() if value not in (None, Raw())}
+            for one in self.messages
+        ]
+        return msgspec.json.encode(asdict(self) | {"messages": messages})
+
+    @staticmethod
+    def decoded(data: bytes) -> "StoredResponse":
+        return msgspec.json.decode(data, type=StoredResponse)
 
 
 class StoredResponses:
@@ -25,7 +43,7 @@ class StoredResponses:
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of responses and conversations together; 0 = nothing is stored."""
         self._max_bytes = max_bytes
-        self._by_id: OrderedDict[str, _Stored] = OrderedDict()
+        self._by_id: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
     @property
@@ -39,7 +57,7 @@ class StoredResponses:
     def keep(self, response_id: str, body: bytes, messages: list[Message]) -> None:
         """Stores a response; one that is larger than the limit is not stored."""
         num_bytes = len(body) + sum(64 + count_chars(message) for message in messages)
-        stored = _Stored(body=body, messages=messages, num_bytes=num_bytes)
+        stored = StoredResponse(body=body, messages=messages, num_bytes=num_bytes)
         self.forget(response_id)
         if stored.num_bytes > self._max_bytes:
             return
@@ -48,13 +66,20 @@ class StoredResponses:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._by_id.popitem(last=False)[1].num_bytes
 
+    def find(self, response_id: str) -> StoredResponse | None:
+        """Returns a response, used now, or None."""
+        stored = self._by_id.get(response_id)
+        if stored is not None:
+            self._by_id.move_to_end(response_id)
+        return stored
+
     def body(self, response_id: str) -> bytes:
         """Raises RequestError (404) for a response that is not stored."""
-        return self._find(response_id, None).body
+        return self._require(response_id, None).body
 
     def conversation(self, response_id: str) -> list[Message]:
         """The messages up to the response's end. Raises RequestError (404)."""
-        return self._find(response_id, "previous_response_id").messages
+        return self._require(response_id, "previous_response_id").messages
 
     def forget(self, response_id: str) -> bool:
         """Returns whether the response was stored."""
@@ -64,11 +89,12 @@ class StoredResponses:
         self._num_bytes -= stored.num_bytes
         return True
 
-    def _find(self, response_id: str, param: str | None) -> _Stored:
-        stored = self._by_id.get(response_id)
+    def _require(self, response_id: str, param: str | None) -> StoredResponse:
+        stored = self.find(response_id)
         if stored is None:
             why = (
-                "it was never stored, or newer ones took its place (api.stored_responses_bytes)"
+                "it was never stored, newer ones took its place (api.stored_responses_bytes), or"
+                " the ingress replica that had it has ended"
                 if self.is_on
                 else "this server stores none (api.stored_responses_bytes is 0);"
                 " send the whole conversation as 'input'"
@@ -79,5 +105,4 @@ class StoredResponses:
                 code="response_not_found",
                 status=404,
             )
-        self._by_id.move_to_end(response_id)
         return stored

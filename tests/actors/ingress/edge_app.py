@@ -21,6 +21,8 @@ from actors.ingress.pipeline import RequestPipeline
 from actors.ingress.prompt_tokens import Batchers, PromptTokens
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.rate_limits import RateLimits
+from actors.ingress.replica_exchange import OtherReplicas
+from actors.ingress.replica_responses import ReplicaResponses
 from actors.ingress.routes import Api
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import SystemView
@@ -29,6 +31,7 @@ from actors.observability.metrics import IngressMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.tracing import NoTracing, Tracing
 from actors.openai.chat_dialect import build_dialect
+from actors.openai.responses.stored import StoredResponses
 from actors.openai.served_model import ServedModel
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle
@@ -237,6 +240,7 @@ def edge_app(
     batchers: Batchers | None = None,
     generations: Generations | None = None,
     makes_embeddings: bool = False,
+    others: OtherReplicas | None = None,
 ) -> EdgeApp:
     """An ingress with this configuration (dotted keys over the defaults), or with parts given.
 
@@ -249,8 +253,7 @@ def edge_app(
     workers, own_batchers = ScriptedWorkers(), _Batchers(encoder)
     prompts = PromptTokens(encoder, batchers or cast("Batchers", own_batchers))
     generations = generations or cast("Generations", _Generations(workers))
-    recent = RecentTtft(clock)
-    metrics = IngressMetrics("tiny", recent)
+    metrics = IngressMetrics("tiny", recent := RecentTtft(clock))
     model = _served_model(config, model_folder, tokenizing, makes_embeddings=makes_embeddings)
     edge = Edge(
         ingress_id="ingress-0",
@@ -283,9 +286,14 @@ def edge_app(
         ),
         stopping=Stopping(lambda: None),
         rate_limits=RateLimits(config.api.limits, clock),
+        responses=_responses(config, others or OtherReplicas()),
         tracing=tracing or NoTracing(),
     )
     return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, encoder=encoder)
+
+
+def _responses(config: AppConfig, others: OtherReplicas) -> ReplicaResponses:
+    return ReplicaResponses(StoredResponses(config.api.stored_responses_bytes), others)
 
 
 def _served_model(

@@ -1,15 +1,20 @@
 """What stands between Serve and HAProxy closes what Serve leaves open, or starts nothing."""
 
 import re
+import socket
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from actors.ingress.closed_haproxy import BUNDLED, close, closed_arguments
+from load_tests.testbed.deployed import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 # As Serve fills its template in, in short.
@@ -75,3 +80,51 @@ def test_an_unknown_configuration_ends_the_start_and_says_what_to_do(tmp_path: P
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 1
     assert "its ports would be open" in said.stderr
+
+
+def test_haproxy_leaves_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """A request under way is finished, and nothing new is taken."""
+    front, replica = free_port(), socket.create_server(("127.0.0.1", 0))
+    source = tmp_path / "haproxy.cfg"
+    source.write_text(
+        f"global\n    stats socket {tmp_path}/admin.sock mode 666 level admin\n"
+        "defaults\n    mode http\n    timeout connect 5s\n    timeout client 60s\n"
+        f"    timeout server 60s\nfrontend prometheus\n    bind :{free_port()}\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{front}\n    default_backend replicas\n"
+        f"listen stats\n  bind *:{free_port()}\n  stats enable\n"
+        f"backend replicas\n    server one 127.0.0.1:{replica.getsockname()[1]}\n"
+    )
+    start = (
+        "import subprocess, sys; child = subprocess.Popen("
+        f"[sys.executable, '-m', 'actors.ingress.closed_haproxy', '-db', '-f', '{source}']);"
+        "print(child.pid, flush=True); child.wait()"
+    )
+    manager = subprocess.Popen([sys.executable, "-c", start], cwd=ROOT, stdout=subprocess.PIPE)
+    assert manager.stdout is not None
+    with manager.stdout as told:
+        haproxy = psutil.Process(int(told.readline()))
+    try:
+        wait_until(lambda: is_open(front), "HAProxy listens", 30)
+        with replica, ThreadPoolExecutor(1) as client:
+            waiting = client.submit(httpx.get, f"http://127.0.0.1:{front}", timeout=30)
+            asked, _ = replica.accept()
+            manager.kill()
+            manager.wait()
+            wait_until(lambda: not is_open(front), "nothing new is taken", 30)
+            asked.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+            assert waiting.result().text == "hi"
+            asked.close()
+        wait_until(lambda: not haproxy.is_running(), "HAProxy has left", 30)
+    finally:
+        manager.kill()
+        manager.wait()
+        if haproxy.is_running():
+            haproxy.kill()
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True

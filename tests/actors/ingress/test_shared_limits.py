@@ -110,6 +110,7 @@ class Ingress:
             num_waiting_tokens=lambda: admission.num_waiting_tokens,
             note_exchange=admission.note_exchange,
             others=others,
+            address=name.encode(),
         )
         return Replica(limits, admission, exchange)
 

@@ -9,3 +9,12 @@ def test_a_beat_counts_for_the_whole_silence_and_no_longer() -> None:
         assert [lifeline.look() for _ in range(5)] == [False] * 5
         lifeline.beat()
     assert [lifeline.look() for _ in range(6)] == [False] * 5 + [True]
+
+
+def test_a_supervisor_that_ray_knows_is_waited_for_and_one_that_it_knows_no_more_is_not() -> None:
+    known = {"supervisor"}
+    lifeline = Lifeline(4 * CHECK_EVERY_S, lambda: "supervisor" in known)
+    assert not any(lifeline.look() for _ in range(61))
+    known.clear()
+    looks = [lifeline.look() for _ in range(5)]
+    assert looks.index(True) >= 2, "from half the silence on it was not asked for"

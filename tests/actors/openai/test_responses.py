@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import httpx2
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response
@@ -13,14 +13,16 @@ from pydantic import TypeAdapter
 
 from actors.openai.chat_dialect import ToolFormat
 from actors.openai.protocol import ParsedRequest
+from actors.openai.request_bodies import Message
 from actors.openai.responses.reading import parse_responses
-from actors.openai.responses.stored import StoredResponses
+from actors.openai.responses.stored import StoredResponse, StoredResponses
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 from engine.text.tokenizing import Tokenizing, load_tokenizer
-from tests.actors.ingress.edge_app import MODEL_FOLDER, EdgeApp, edge_app
+from tests.actors.ingress.edge_app import MODEL_FOLDER, edge_app
+from tests.actors.openai.clients import client_of
 from tests.actors.openai.dialects import DIALECT
 from tests.actors.openai.saying import say
 
@@ -267,16 +269,6 @@ def test_logprobs_are_of_the_text(tokenizing: Tokenizing) -> None:
 # ---- over the application -----------------------------------------------------------------------
 
 
-def client_of(app: EdgeApp) -> openai.AsyncOpenAI:
-    transport = httpx2.ASGITransport(app=app.app, raise_app_exceptions=False)
-    return openai.AsyncOpenAI(
-        api_key="none",
-        base_url="http://127.0.0.1:8000/v1",
-        http_client=httpx2.AsyncClient(transport=transport),
-        max_retries=0,
-    )
-
-
 def test_a_conversation_goes_on_from_a_stored_response() -> None:
     app = edge_app()
     client = client_of(app)
@@ -314,6 +306,24 @@ def test_a_stream_over_the_application_ends_as_it_should() -> None:
         assert kinds[-1] == "response.incomplete"
 
     app.ask(main)
+
+
+def test_a_stored_response_travels_as_it_is() -> None:
+    stored = StoredResponses(max_bytes=10_000)
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "hé"}], "name": "x"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": []},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    ]
+    messages = msgspec.json.decode(json.dumps(said), type=list[Message])
+    stored.keep("resp_1", b'{"id": "resp_1"}', messages)
+    found = stored.find("resp_1")
+    assert found is not None
+    again = StoredResponse.decoded(found.encoded())
+    assert again.encoded() == found.encoded()
+    assert again.body == found.body
+    assert [bytes(one.reasoning) for one in again.messages] == [b"", b'"hm"', b""]
+    assert [one.content for one in again.messages] == [one.content for one in messages]
 
 
 def test_stored_responses_are_bounded_by_bytes() -> None:
