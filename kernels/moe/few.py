@@ -73,12 +73,13 @@ def _moe_few_gate_up_kernel(
     PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    line = tl.program_id(1)
-    token, place = line // (TOP_K + SHARED), line % (TOP_K + SHARED)
+    # Programs of the shared expert come first: only those that run can prefetch.
+    token = tl.program_id(1) // (TOP_K + SHARED)
+    place = (tl.program_id(1) + TOP_K) % (TOP_K + SHARED)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     units = tl.minimum(columns, N - 1)
     x_row_ptr = x_ptr + token * K
-    y_pointers = y_ptr + line * N + columns
+    y_pointers = y_ptr + (token * (TOP_K + SHARED) + place) * N + columns
     if SHARED > 0 and place >= TOP_K:
         shared_rows = (place - TOP_K).to(tl.int64) * N + units
         if USE_PDL:
@@ -109,11 +110,15 @@ def _moe_few_gate_up_kernel(
 
 @triton.jit
 def _add_products(
-    acc, x_ptr, weight_ptr, rows, scale, is_used, K: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tl.tensor:
-    """acc [BLOCK_N, BLOCK_K] plus scale * x * W of `rows`, still to be summed over the columns."""
+    acc, x_ptr, weight_ptr, rows, scale, is_used, K: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """acc [BLOCK_N, BLOCK_K] plus scale * x * W of `rows`, still to be summed over the columns.
+
+    STRIDE: from one row of W to the next.
+    """
     k_offsets = tl.arange(0, BLOCK_K)
-    pointers = weight_ptr + rows[:, None] * K + k_offsets[None, :]
+    pointers = weight_ptr + rows[:, None] * STRIDE + k_offsets[None, :]
     for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=_UNROLLED):
         mask = (k_offsets < K - k) & is_used
         x = tl.load(x_ptr + k + k_offsets, mask=mask, other=0.0)
@@ -182,12 +187,12 @@ def _moe_few_down_kernel(
         scale = tl.where(expert >= 0, tl.load(scales_ptr + token * TOP_K + i), 0.0)
         expert_rows = tl.maximum(expert, 0).to(tl.int64) * N + rows
         acc = _add_products(
-            acc, lines_ptr + i * K, weight_ptr, expert_rows, scale, expert >= 0, K, BLOCK_K
+            acc, lines_ptr + i * K, weight_ptr, expert_rows, scale, expert >= 0, K, K, BLOCK_K
         )
-    if SHARED > 0:
+    for i in tl.static_range(SHARED):
         acc = _add_products(
-            acc, lines_ptr + TOP_K * K, shared_ptr, rows.to(tl.int64), gate, True, SHARED * K,
-            BLOCK_K,
+            acc, lines_ptr + (TOP_K + i) * K, shared_ptr + i * K, rows.to(tl.int64), gate, True, K,
+            SHARED * K, BLOCK_K,
         )  # fmt: skip
     total = tl.sum(acc, axis=1)
     if bias_ptr is not None:
