@@ -136,23 +136,27 @@ def _latent_decode_kernel(
 ):
     tile = tl.program_id(0)
     item = tl.program_id(1)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     at = items_ptr + item * _ITEM_FIELDS
     row = tl.load(at).to(tl.int64)
     part = tl.load(at + 1)
     num_parts = tl.load(at + 2)
     first_key = tl.load(at + 3)
     end_key = tl.load(at + 4)
+    ids_ptr = block_ids_ptr + tl.load(at + 5)
+    lane = tl.arange(0, TILE_KEYS)
+    # An item without work has no keys.
+    is_first_key = (first_key + lane < end_key) & (num_parts > 0)
+    blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
+    if USE_PDL:
+        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if num_parts == 0:
         return
-    ids_ptr = block_ids_ptr + tl.load(at + 5)
     if (part == 0) & (tile == 0):
         tl.store(row_parts_ptr + row * 2, item)
         tl.store(row_parts_ptr + row * 2 + 1, num_parts)
 
-    lane = tl.arange(0, TILE_KEYS)
     member = tl.arange(0, QUERY_ROWS)
     is_head = (member < TILE_HEADS)[:, None]
     heads = tile * TILE_HEADS + member
@@ -178,9 +182,6 @@ def _latent_decode_kernel(
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, rank_words], tl.float32)
     acc_odd = acc
-    blocks = tl.load(
-        ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
-    )
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         is_key = keys < end_key
