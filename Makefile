@@ -12,10 +12,12 @@ PORT    := $(or $(LAPS_PORT),8000)
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
+PYTEST  := $(VENV)/bin/python -m pytest --durations 10
+
 # What needs no GPU and is not for the night.
 EVERYDAY := not gpu and not multi_gpu and not nightly
 
-.PHONY: serve test test-lab nightly check format clean
+.PHONY: serve test test-without-ray test-with-ray test-lab nightly check format clean
 
 # What serving needs, and no more; pip shows what it downloads.
 $(SERVING): pyproject.toml constraints.txt
@@ -31,9 +33,17 @@ $(TESTING): $(SERVING)
 serve: $(SERVING)
 	$(VENV)/bin/serve run serve_app:app host=$(HOST) port=$(PORT)
 
+# Both parts at once: tests with Ray wait for processes half of the time.
 test: $(TESTING)
-	$(VENV)/bin/python -m pytest --durations 10 -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
-	$(VENV)/bin/python -m pytest --durations 10 -m "ray and not lab and $(EVERYDAY)"
+	@$(MAKE) --no-print-directory --jobs 2 test-with-ray test-without-ray
+
+# The other part gives way, and is shown while it runs; this one when it has ended.
+test-with-ray: $(TESTING)
+	@$(PYTEST) -m "ray and not lab and $(EVERYDAY)" > $(VENV)/with-ray.txt 2>&1; \
+	status=$$?; cat $(VENV)/with-ray.txt; exit $$status
+
+test-without-ray: $(TESTING)
+	nice -n 19 $(PYTEST) -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
 
 # Tests of our own benches and checks; .ci/run says when.
 test-lab: $(TESTING)

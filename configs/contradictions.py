@@ -237,6 +237,48 @@ def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
             "workers.expert_exchange_min_tokens: with model.deterministic the order of sums would"
             " depend on the number of a step's tokens; leave it out, or set deterministic to false"
         )
+    return _dp_attention_contradiction(config) if workers.enable_dp_attention else None
+
+
+def _dp_attention_contradiction(config: AppConfig) -> str | None:
+    """What ranks with requests of their own cannot do."""
+    workers, laps, key = config.workers, config.laps, "workers.enable_dp_attention"
+    if not workers.expert_parallel:
+        return f"{key}: ranks share whole experts; set expert_parallel to true, or this to false"
+    if workers.prefill > 0:
+        return (
+            f"{key}: with prefill and decode workers it is not supported yet, because KV moves"
+            " between workers, not ranks; set workers.unified instead, or this to false"
+        )
+    if workers.expert_exchange_min_tokens is not None:
+        return (
+            f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
+        )
+    if config.speculation.drafter != "none":
+        return (
+            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet;"
+            " set drafter to none, or this to false"
+        )
+    if config.execution.enable_two_batch_overlap:
+        return (
+            f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
+            " would have to cut their steps alike; set one of the two to false"
+        )
+    if laps.enable_batch_prefill_cuda_graph or laps.batch_prefill_form == "grid":
+        return (
+            f"{key}: only decode steps replay graphs with it; leave out"
+            " laps.enable_batch_prefill_cuda_graph and laps.batch_prefill_form"
+        )
+    if config.execution.dual_stream_token_threshold or config.execution.expert_load_steps:
+        return (
+            f"{key}: with execution.dual_stream_token_threshold or expert_load_steps it is not"
+            " supported yet; set both to 0, or this to false"
+        )
+    if config.model.deterministic:
+        return (
+            f"{key}: with model.deterministic the order of sums would depend on the other ranks'"
+            " rows; set one of the two to false"
+        )
     return None
 
 

@@ -279,6 +279,10 @@ class WorkersConfig(_Section, frozen=True):
     # Where such tokens go: all_gather = all of them to all ranks, in steps that replay a graph too;
     # all_to_all = each to the ranks of its experts, for which the host waits in every layer.
     expert_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
+    # With whole experts, each rank has requests of its own, with their whole KV, and all of the
+    # model but the experts of others. So ranks add room for KV, of which latent attention otherwise
+    # keeps all on every rank. Limits of the scheduler and of the cache are then each rank's.
+    enable_dp_attention: bool = False
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
@@ -286,8 +290,12 @@ class WorkersConfig(_Section, frozen=True):
     stall_s: Seconds = 60.0
 
     @property
-    def expert_sharing(self) -> Literal["units", "experts", "exchanged", "gathered"]:
+    def expert_sharing(
+        self,
+    ) -> Literal["units", "experts", "exchanged", "gathered", "dp_attention"]:
         """What of the experts a rank holds; see `ExpertSharing`."""
+        if self.enable_dp_attention:
+            return "dp_attention"
         if not self.expert_parallel:
             return "units"
         if self.expert_exchange_min_tokens is None:

@@ -21,7 +21,7 @@ from engine.build_drafting import build_drafting, build_head
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
-from engine.core import EngineCore
+from engine.core import EngineCore, StepScheduler
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
@@ -32,6 +32,7 @@ from engine.kv.host.movers import build_mover
 from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvLayout
+from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
@@ -57,6 +58,7 @@ from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.measured import Measured
 from engine.runner.replica import Replica, compute_dtype
+from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
@@ -79,7 +81,7 @@ class Engine:
     rank_stores: tuple[RankStore, ...]  # on rank 0 of several that move blocks; else ()
     max_model_len: int
     limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
-    cache: BlockCache
+    cache: BlockCache | RankCaches  # of the ranks' own blocks, with DP attention
     hasher: RequestHasher
     executor: Executor
     kv_store: KvStore
@@ -89,6 +91,18 @@ class Engine:
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
+
+    @property
+    def shared_cache(self) -> BlockCache:
+        """The blocks of a worker whose ranks have the same requests: not with DP attention."""
+        assert isinstance(self.cache, BlockCache), "each rank has blocks of its own"
+        return self.cache
+
+    @property
+    def shared_scheduler(self) -> Scheduler:
+        """As of `shared_cache`."""
+        assert isinstance(self.core.scheduler, Scheduler), "each rank has a scheduler of its own"
+        return self.core.scheduler
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -208,9 +222,11 @@ def build_engine(
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
-    cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
+    cache = _build_caches(config, spec, executor.kv_store.num_blocks, host_tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
-    outgoing = OutgoingHandoffs(cache, notify)
+    # With DP attention nothing is handed over: the first rank's stands for none.
+    first = cache if isinstance(cache, BlockCache) else cache.of_rank[0]
+    outgoing = OutgoingHandoffs(first, notify)
     parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
@@ -352,6 +368,16 @@ def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskT
     return DiskTier(files, arena)
 
 
+def _build_caches(
+    config: AppConfig, spec: ModelSpec, num_blocks: int, host_tier: HostTier | None
+) -> BlockCache | RankCaches:
+    """num_blocks: of one rank."""
+    if not spec.has_dp_attention:
+        return _build_cache(config, num_blocks, host_tier)
+    num_ranks = config.workers.tensor_parallel_size
+    return RankCaches([_build_cache(config, num_blocks, None) for _ in range(num_ranks)])
+
+
 def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:
     return BlockCache(
         num_blocks,
@@ -379,28 +405,35 @@ def _build_scheduler(
     spec: ModelSpec,
     measured: Measured,
     max_model_len: int,
-    cache: BlockCache,
+    cache: BlockCache | RankCaches,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
     host_tier: HostTier | None,
     drafting: Drafting,
-) -> Scheduler:
-    return Scheduler(
-        measured.limits.scheduler,
-        cache=cache,
-        hasher=hasher,
-        handoff_queue=outgoing,
-        block_size=measured.executor.layout.block_size,
-        finish_rules=FinishRules(spec.eos_token_ids, max_model_len),
-        laps=measured.limits.laps,
-        graph_token_sizes=measured.graph_token_sizes,
-        drafting=drafting,
-        host_tier=host_tier,
-    )
+) -> StepScheduler:
+    block_size = measured.executor.layout.block_size
+
+    def over(own: BlockCache) -> Scheduler:
+        return Scheduler(
+            measured.limits.scheduler,
+            cache=own,
+            hasher=hasher,
+            handoff_queue=outgoing,
+            block_size=block_size,
+            finish_rules=FinishRules(spec.eos_token_ids, max_model_len),
+            laps=measured.limits.laps,
+            graph_token_sizes=measured.graph_token_sizes,
+            drafting=drafting,
+            host_tier=host_tier,
+        )
+
+    if isinstance(cache, BlockCache):
+        return over(cache)
+    return DpScheduler([over(own) for own in cache.of_rank], cache, hasher, block_size)
 
 
 def _build_core(
-    config: AppConfig, scheduler: Scheduler, measured: Measured, clock: Clock
+    config: AppConfig, scheduler: StepScheduler, measured: Measured, clock: Clock
 ) -> EngineCore:
     if measured.calibration is not None:
         scheduler.learn(measured.calibration.samples)

@@ -11,16 +11,19 @@ executor is an argument) and no Ray.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from engine.clock import Clock
+from engine.cost_model import StepCosts, StepWork
 from engine.plan import StepPlan, StepResult
-from engine.scheduling.contracts import StepOutput
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import SchedulerStatistics, StepOutput
+from engine.scheduling.drafting import Drafting
+from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.prompt_scheduling import QueuedWork
-from engine.scheduling.scheduler import Scheduler
 
 NUM_KEPT_STEPS = 256
 
@@ -119,12 +122,50 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
 
+class StepScheduler(Protocol):
+    """Decides what runs: a `Scheduler`, or with DP attention the `DpScheduler` over several."""
+
+    # For the step loop; see `Scheduler`.
+    @property
+    def deferred_until_s(self) -> float | None: ...
+    @property
+    def look_due_s(self) -> float | None: ...
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def drafting(self) -> Drafting: ...
+    @property
+    def is_held_for_drafts(self) -> bool: ...
+    @property
+    def costs(self) -> StepCosts: ...
+    @property
+    def newest_step_s(self) -> float: ...
+    def plan(self, now_s: float) -> StepPlan | None: ...
+    def index_joined(self) -> None: ...
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput: ...
+    def take_expired(self) -> StepOutput: ...
+    def queued_work(self) -> QueuedWork: ...
+
+    # For those who bring requests, and who look.
+    @property
+    def num_free_rows(self) -> int: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, key: RequestKey) -> bool: ...
+    def requests_of(self, ingress_id: str) -> list[RequestKey]: ...
+    def owners(self) -> Iterator[tuple[str, list[int]]]: ...
+    def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None: ...
+    def statistics(self) -> SchedulerStatistics: ...
+    def host_statistics(self) -> HostLoadStatistics | None: ...
+
+
 class EngineCore:
     """The step loop of one model replica over its scheduler and executor."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: Executor,
         clock: Clock,
         *,

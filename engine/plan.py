@@ -73,6 +73,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: list[int] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []
+    # With DP attention, where every rank has requests of its own: the plans of all ranks, by rank.
+    # Then all columns above are empty. A rank with nothing to do has an empty plan.
+    of_ranks: list["StepPlan"] = []
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +85,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     def is_decode(self) -> bool:
         """Whether every row computes one token and samples the next; there is a row."""
         return all(self.num_samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1
+
+
+def empty_plan(step: int, of_ranks: list[StepPlan] | None = None) -> StepPlan:
+    """A plan without rows of its own."""
+    return StepPlan(
+        step=step,
+        rows=[],
+        num_new_tokens=[],
+        num_computed_tokens=[],
+        num_logits=[],
+        num_samples=[],
+        new_block_ids=[],
+        of_ranks=of_ranks or [],
+    )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -104,3 +121,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[int, list[float]] = {}  # of prompt-only rows, once their prompt is computed
     embeddings: dict[int, bytes] = {}  # likewise; float32, as in `PromptScores`
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens that follow the chunk's tokens
+    of_ranks: list["StepResult"] = []  # of a plan with `of_ranks`, by rank; then the rest is empty

@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch starts: the models are tiny, and threads of two test processes that wait for each
-# other on two cores take four times as long as one thread of each.
+# Before torch and Ray start: the models are tiny, and threads of two test processes that wait for
+# each other on two cores take four times as long as one thread of each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
 from hypothesis import settings
@@ -33,14 +35,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """The Ray cluster of all tests that need one, with two GPUs that do not exist."""
+    import ray  # takes longer than many a test
+
+    ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Look for no garbage while tests are imported, and later not among what they imported."""
+    """Look for no garbage while tests are imported, later seldom, and not among what they imported.
+
+    Looking as often as Python does by itself takes a twelfth of the tests' time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
+        gc.set_threshold(20_000, 20, 20)
         gc.freeze()
 
 

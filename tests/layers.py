@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "configs.schema",
         "configs.resolved",
         "engine.kv.cache",
+        "engine.kv.rank_caches",
         "engine.speculation.controller",
         "engine.speculation.drafter",
     ),

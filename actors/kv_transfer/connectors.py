@@ -95,7 +95,7 @@ class AnnouncedJoins:
         self, engine: Engine, streams: TokenStreams, loop: asyncio.AbstractEventLoop
     ) -> None:
         """loop: that of `streams`; everything else here is called on the engine thread."""
-        self._scheduler = engine.core.scheduler
+        self._scheduler = engine.shared_scheduler
         self._streams = streams
         self._loop = loop
 
@@ -130,7 +130,7 @@ class ReceivingConnector(KvConnector):
     def __init__(self, host: EngineHost, engine: Engine) -> None:
         config = host.config
         self._incoming = IncomingHandoffs(
-            engine.cache,
+            engine.shared_cache,
             hasher=engine.hasher,
             scheduler=AnnouncedJoins(engine, host.streams, asyncio.get_running_loop()),
             identity=host.identity,

@@ -120,8 +120,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._run_calls()
-                self._gather()
+                self._gather(has_called=self._run_calls())
                 output = self._core.step()
                 self._on_step(output)
                 can_run = output.has_progressed or self._core.waits_for_others
@@ -148,22 +147,22 @@ class EngineThread:
             self._has_news = False
             return not self._is_closing
 
-    def _gather(self) -> None:
+    def _gather(self, *, has_called: bool) -> None:
         """Runs calls as they come until the next step is due; requests that arrive now take part in
         it.
 
         On an idle device a call may be what the window waits for, so the scheduler is asked again.
+        `has_called`: calls have run since the last step.
         """
         while (left_s := self._core.defer_s()) > 0.0:
+            if has_called and self._core.waits_for_others:
+                return
             with self._wake:
                 if self._is_closing:
                     return
                 if not self._calls:
                     self._wake.wait(min(left_s, GATHER_POLL_S))
-                has_calls = bool(self._calls)
-            self._run_calls()
-            if has_calls and self._core.waits_for_others:
-                return
+            has_called = self._run_calls()
 
     def _idle(self) -> None:
         """Waits for a call or news when no request can run: nothing else frees blocks or rows."""
@@ -171,9 +170,12 @@ class EngineThread:
             if not (self._calls or self._is_closing or self._has_news):
                 self._wake.wait(self._core.idle_s(IDLE_WAIT_S))
 
-    def _run_calls(self) -> None:
+    def _run_calls(self) -> bool:
+        """Runs all calls; returns whether there were any."""
+        has_called = bool(self._calls)
         while self._calls:
             self._calls.popleft().run()
+        return has_called
 
     def _drop_calls(self) -> None:
         """Fails the calls that have not run."""

@@ -14,6 +14,7 @@ block ids and block hashes. Every block is in exactly one of three states:
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.kv.index import IndexChanges, PrefixIndex
 from engine.kv.pool import BlockPool
@@ -252,7 +253,13 @@ class BlockCache:
         return problems
 
 
-def check_blocks(cache: BlockCache, owners: Iterable[tuple[str, list[int]]]) -> None:
+class Conserved(Protocol):
+    """A `BlockCache`, or those of several ranks."""
+
+    def check_conservation(self, held_by: Mapping[str, Sequence[int]]) -> None: ...
+
+
+def check_blocks(cache: Conserved, owners: Iterable[tuple[str, list[int]]]) -> None:
     """Check that free + cached + held == total and that all references have an owner.
 
     Raises AssertionError that prints every term and every owner.

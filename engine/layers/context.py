@@ -127,6 +127,8 @@ class ForwardContext:
     kv_scales: KvScales | None = None  # of a store of e4m3 numbers
     # Between attention and attention each rank has its share of the tokens (`own_rows`).
     exchanges: bool = False
+    # `RowExchange`: how the rows of ranks with DP attention meet for the experts; None = without.
+    rows: Any = None
     # None = the sum over the ranks is apart, so that it may run beside another step's computation.
     fused_sums: FusedSums | None = None
     lane: int = 0  # index among the contexts that may compute at the same time

@@ -14,7 +14,14 @@ from engine.layers.mlp import FeedForward
 from engine.layers.moe import Mixture
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow, Lane, Op, wait
-from engine.layers.residual import add_and_norm, gather_flow, scatter_flow, settle, sum_over_ranks
+from engine.layers.residual import (
+    add_and_norm,
+    gather_flow,
+    keep_chosen,
+    scatter_flow,
+    settle,
+    sum_over_ranks,
+)
 from engine.layers.token_exchange import gather_rows, own_rows
 
 
@@ -57,6 +64,18 @@ class DecoderLayer:
             Op("prepare", self._gather_and_prepare_last if gathers else self._prepare_last),
             Op("core", self._core_last, needs=("prepare",)),
             *self._after_attention(),
+        )
+
+    def dp_last_operations(self) -> tuple[Op, ...]:
+        """`last_operations` with DP attention: only the output leaves out what nobody asks for.
+
+        Every rank exchanges all of its rows, whose numbers the others know.
+        """
+        return (
+            Op("prepare", self._prepare_and_check),
+            Op("core", self._core, needs=("prepare",)),
+            *self._after_attention(),
+            Op("output", keep_chosen, needs=("combine_b",)),
         )
 
     def exchange_operations(self, *, is_first: bool = False) -> tuple[Op, ...]:
@@ -106,9 +125,14 @@ class DecoderLayer:
 
     def _after_attention(self) -> tuple[Op, ...]:
         sent, feed_forward = "comm_prepare_mlp_a", self._mlp.operations()
-        return (
+        attended = (
             Op(sent, sum_over_ranks, lane=Lane.SEND, needs=("core",)),
             Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
+        )
+        if isinstance(self._mlp, Mixture) and self._mlp.has_dp_attention:
+            return (*attended, *feed_forward)  # which add up over the ranks
+        return (
+            *attended,
             *feed_forward,
             Op("combine_a", sum_over_ranks, lane=Lane.SEND, needs=(feed_forward[-1].name,)),
             Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=("combine_a",)),
@@ -121,6 +145,12 @@ class DecoderLayer:
         x, flow.coded = flow.x if flow.coded is None else flow.coded, None
         q, k, v = self._attention.project(x, flow.ctx)
         flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=residual)
+
+    def _prepare_and_check(self, flow: Flow) -> None:
+        self._prepare(flow)
+        assert flow.tokens is not None
+        if flow.checks_finite:
+            flow.finite_sums = flow.tokens.finite_sums()
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""

@@ -102,10 +102,20 @@ class HeldExperts:
         return self._experts(x, self._held_routes(routes, self._held), shared)
 
 
+_Steps = tuple[Callable[[Flow], None], Callable[[Flow], None]]
+
+
 class Mixture:
     """y = sum of the weighted outputs of a token's experts."""
 
-    __slots__ = ("_experts", "_gathers_tokens", "_is_replicated", "_shared", "router")
+    __slots__ = (
+        "_experts",
+        "_gathers_tokens",
+        "_is_replicated",
+        "_shared",
+        "has_dp_attention",
+        "router",
+    )
 
     def __init__(
         self,
@@ -115,12 +125,15 @@ class Mixture:
         shared: SharedExpert | None,
         is_replicated: bool = False,
         gathers_tokens: bool = False,
+        has_dp_attention: bool = False,
     ) -> None:
         """`router` may be replaced later: benchmarks choose their own routes.
 
         is_replicated: every rank has all of the shared expert, and computes its own tokens.
         gathers_tokens: tokens that are shared out go to all ranks, not to those of their experts.
+        has_dp_attention: every rank has rows of its own, for which `operations` exchange.
         """
+        self.has_dp_attention = has_dp_attention
         self._gathers_tokens = gathers_tokens
         self.router = router
         self._experts = experts
@@ -139,6 +152,12 @@ class Mixture:
 
     def operations(self) -> tuple[Op, ...]:
         normed, select, beside = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
+        if self.has_dp_attention:
+            return self._between_ranks(
+                Op(select, self._select, needs=normed),
+                (self._gather_rows, self._compute_gathered),
+                (self._scatter_rows, self._add_shared),
+            )
         if self._shared is None:
             return (
                 Op(select, self._select, needs=normed),
@@ -153,22 +172,27 @@ class Mixture:
 
     def exchange_operations(self) -> tuple[Op, ...]:
         """`operations` on own rows, which travel to their experts; with those that follow them."""
-        normed, select, beside = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
+        select = Op("select_experts", self._select_own, needs=("comm_prepare_mlp_b",))
+        if self._gathers_tokens:
+            there, back = (self._gather, self._compute_gathered), (self._scatter, self._add_shared)
+        else:
+            there = self._dispatch, self._compute_dispatched
+            back = self._send_back, self._add_parts
+        return self._between_ranks(select, there, back)
+
+    def _between_ranks(self, select: Op, there: _Steps, back: _Steps) -> tuple[Op, ...]:
+        """there: dispatch and computation; back: combination and what ends it."""
+        (dispatch_a, compute), (combine_a, combine_b) = there, back
+        beside = "shared_experts"
         waits: tuple[Lane, ...] = (Lane.SEND,)
         shared: tuple[Op, ...] = ()
         if self._shared is not None:
             waits = (Lane.SEND, Lane.BESIDE)
             share = partial(_share, self._shared)
-            shared = (Op(beside, share, lane=Lane.BESIDE, needs=normed),)
-        if self._gathers_tokens:
-            dispatch_a, compute = self._gather, self._compute_gathered
-            combine_a, combine_b = self._scatter, self._add_shared
-        else:
-            dispatch_a, compute = self._dispatch, self._compute_dispatched
-            combine_a, combine_b = self._send_back, self._add_parts
+            shared = (Op(beside, share, lane=Lane.BESIDE, needs=select.needs),)
         return (
-            Op(select, self._select_own, needs=normed),
-            Op("dispatch_a", dispatch_a, lane=Lane.SEND, needs=(select,)),
+            select,
+            Op("dispatch_a", dispatch_a, lane=Lane.SEND, needs=(select.name,)),
             *shared,
             Op("dispatch_b", wait, waits=(Lane.SEND,), needs=("dispatch_a",)),
             Op("experts", compute, needs=("dispatch_b",)),
@@ -213,6 +237,12 @@ class Mixture:
         assert routes is not None
         flow.dispatched = gather_tokens(flow.x, routes, flow.ctx.comm)
 
+    def _gather_rows(self, flow: Flow) -> None:
+        routes, flow.routes, rows = flow.routes, None, flow.ctx.rows
+        assert routes is not None
+        assert rows is not None, "a step of ranks with rows of their own says how many each has"
+        flow.dispatched = rows.gather(flow.x, routes)
+
     def _compute_gathered(self, flow: Flow) -> None:
         gathered: Gathered = flow.dispatched
         flow.parts = self._experts(gathered.x, gathered.routes, None)
@@ -220,6 +250,12 @@ class Mixture:
     def _scatter(self, flow: Flow) -> None:
         assert flow.parts is not None
         flow.parts = flow.ctx.comm.reduce_scatter(flow.parts)
+
+    def _scatter_rows(self, flow: Flow) -> None:
+        rows = flow.ctx.rows
+        assert flow.parts is not None
+        assert rows is not None, "as in `_gather_rows`"
+        flow.parts = rows.scatter(flow.parts, len(flow.x))
 
     def _add_shared(self, flow: Flow) -> None:
         parts, shared = flow.parts, flow.shared

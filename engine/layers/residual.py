@@ -49,3 +49,13 @@ def scatter_flow(flow: Flow) -> None:
 
 def gather_flow(flow: Flow) -> None:
     flow.x = gather_rows(flow.x, len(flow.ctx.slots), flow.ctx.comm)
+
+
+def keep_chosen(flow: Flow) -> None:
+    """What comes out of the last layer: the tokens whose hidden states are asked for."""
+    if flow.chosen is None:
+        return
+    flow.has_ended = len(flow.chosen) == 0
+    flow.x = flow.x.index_select(0, flow.chosen)
+    if flow.residual is not None:
+        flow.residual = flow.residual.index_select(0, flow.chosen)

@@ -98,10 +98,11 @@ class CausalLM:
         self.layers = layers
         self.rotary = rotary
         *earlier_layers, last_layer = layers
+        has_dp_attention = spec.has_dp_attention
         # The forward pass, layer by layer; `flow`s go through it in order, or as a schedule has it.
         self.operations: Sequence[tuple[Op, ...]] = (
             *(layer.operations() for layer in earlier_layers),
-            last_layer.last_operations(),
+            last_layer.dp_last_operations() if has_dp_attention else last_layer.last_operations(),
         )
         self._embedding = embedding
         self._final_norm = final_norm
@@ -158,6 +159,8 @@ class CausalLM:
     @property
     def can_skip_queries(self) -> bool:
         """Whether `forward` accepts a context with `last`."""
+        if self.spec.has_dp_attention:
+            return False  # ranks exchange as many rows in the last layer as in the others
         return self.layers[-1].can_store_alone and not self._exports_all
 
     @property
@@ -300,16 +303,17 @@ def build_decoder(
     one layer by layer, so peak memory does not double.
     """
     part = spec.of_rank(rank)
+    ends = WHOLE_MODEL if spec.has_dp_attention else rank
     layers: list[DecoderLayer] = []
     while weights.layers:
         layer_weights = weights.layers.pop(0)
         layers.append(_build_layer(part, len(layers), layer_weights, ops, is_deterministic))
     return CausalLM(
         spec=part,
-        embedding=_build_embedding(spec, weights, rank),
+        embedding=_build_embedding(spec, weights, ends),
         layers=layers,
         final_norm=build_norm(spec, weights.final_norm, ops),
-        head=_build_head(spec, weights, is_deterministic, rank),
+        head=_build_head(spec, weights, is_deterministic, ends),
         rotary=build_rotary(spec, max_model_len, weights.embedding.device, ops),
     )
 

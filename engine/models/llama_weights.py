@@ -105,11 +105,10 @@ class StackedTensor:
 def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
     """Field of `ModelWeights` -> tensor; no `head` if it is tied to the embedding or not used."""
     hidden = spec.hidden_size
+    split = Split.NONE if spec.has_dp_attention else Split.VOCABULARY
 
     def by_token(name: str) -> StackedTensor:
-        return StackedTensor(
-            num_rows={name: spec.vocab_size}, num_columns=hidden, split=Split.VOCABULARY
-        )
+        return StackedTensor(num_rows={name: spec.vocab_size}, num_columns=hidden, split=split)
 
     tensors = {
         "embedding": by_token(EMBEDDING),
@@ -128,7 +127,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     feed_forward = _mlp(spec) if mixture is None else _experts(spec, mixture)
     attention = _attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
     for field, names, sizes, num_columns, has_bias in (*attention, *feed_forward):
-        split = _split_of(field, mixture)
+        split = _split_of(field, spec, mixture)
         num_experts = mixture.num_experts if mixture is not None and field in _EXPERTS else None
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
@@ -155,7 +154,8 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
             )
     if spec.has_sinks:
         sinks = {f"{prefix}self_attn.sinks": spec.num_heads}
-        tensors["sinks"] = StackedTensor(num_rows=sinks, split=Split.ROWS)
+        split = _split_of("sinks", spec, mixture)
+        tensors["sinks"] = StackedTensor(num_rows=sinks, split=split)
     for field, name, size in _norms(spec):
         tensors[field] = StackedTensor(num_rows={f"{prefix}{name}.weight": size})
     if mixture is not None and mixture.has_route_bias:
@@ -186,9 +186,11 @@ _NEVER_QUANTISED = ("router", "shared_gate")
 _DECODED = ("kv_up",)
 
 
-def _split_of(field: str, mixture: MixtureSpec | None) -> Split:
+def _split_of(field: str, spec: ModelSpec, mixture: MixtureSpec | None) -> Split:
     if mixture is not None and mixture.has_whole_experts and field in _EXPERTS:
         return Split.EXPERTS
+    if spec.has_dp_attention:
+        return Split.NONE
     if mixture is not None and mixture.replicates_shared and field in _SHARED:
         return Split.NONE
     return _SPLITS.get(field, Split.ROWS)

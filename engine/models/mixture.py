@@ -48,6 +48,7 @@ def build_mixture(
         shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
         is_replicated=spec.replicates_shared and spec.held is not None,
         gathers_tokens=spec.sharing == "gathered",
+        has_dp_attention=spec.has_dp_attention and spec.held is not None,
     )
 
 

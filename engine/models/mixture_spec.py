@@ -21,7 +21,8 @@ Scores = Literal["softmax", "sigmoid"]
 # experts    each rank has whole experts, and a part of a shared one
 # exchanged  each rank has whole experts, and all of a shared one; tokens may travel to experts
 # gathered   the same; all tokens may travel to all ranks
-ExpertSharing = Literal["units", "experts", "exchanged", "gathered"]
+# dp_attention  each rank has whole experts, all else of the model, and requests of its own
+ExpertSharing = Literal["units", "experts", "exchanged", "gathered", "dp_attention"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,12 @@ class MixtureSpec:
     @property
     def replicates_shared(self) -> bool:
         """Whether every rank has all of the shared expert, for its own share of the tokens."""
-        return self.may_share_tokens
+        return self.may_share_tokens or self.has_dp_attention
+
+    @property
+    def has_dp_attention(self) -> bool:
+        """Whether ranks share the experts only, and each has requests of its own."""
+        return self.sharing == "dp_attention"
 
     @property
     def may_share_tokens(self) -> bool:

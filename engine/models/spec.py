@@ -94,14 +94,21 @@ class ModelSpec:
         mixture = self.mixture
         return mixture if mixture is not None and layer in mixture.layers else None
 
+    @property
+    def has_dp_attention(self) -> bool:
+        """Whether ranks share nothing but experts: each computes all else, of its own requests."""
+        return self.mixture is not None and self.mixture.has_dp_attention
+
     def of_rank(self, rank: Rank) -> "ModelSpec":
         """The model as one rank computes it: with its heads and its intermediate units.
 
         Of experts it has some, or of each a part of the units. Vocabulary and hidden size stay
         whole, and so does the latent of latent attention, which every rank keeps. Of fewer KV heads
-        than ranks, several ranks hold the same one. Raises ConfigError if the ranks cannot share
-        the model equally.
+        than ranks, several ranks hold the same one. With DP attention all but the experts stays
+        whole. Raises ConfigError if the ranks cannot share the model equally.
         """
+        if self.mixture is not None and self.mixture.has_dp_attention:
+            return replace(self, mixture=self.mixture.of_rank(rank))
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -497,7 +504,10 @@ def _shared_mixture(
     if sharing == "units":
         return family.mixture
     if family.mixture is None:
-        raise config.error("architectures", "has no experts; set workers.expert_parallel to false")
+        keys = "expert_parallel"
+        if sharing == "dp_attention":
+            keys = "enable_dp_attention and expert_parallel"
+        raise config.error("architectures", f"has no experts; set workers.{keys} to false")
     return replace(family.mixture, sharing=sharing)
 
 

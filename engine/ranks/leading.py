@@ -8,13 +8,16 @@ follows from the plans alone, so its tokens are the leader's. That is checked: e
 the followers report a digest of the plan and its tokens, and the leader gives the step's result out
 only when all agree. Results of other steps a follower throws away.
 
+With DP attention a follower has rows that the leader has not. It reports the results of each step,
+and the leader gives out those of all ranks together.
+
 What a rank says last, and its death, come to `RankReports.on_end`. Knows no torch and no Ray.
 """
 
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +25,7 @@ import msgspec
 from engine.core import Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
-from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
 
 COMPARE_EVERY = 64  # steps
@@ -55,6 +58,14 @@ class StepDigest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     digest: bytes
 
 
+class ResultPiece(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Follower -> leader: the next part of its encoded result of a step with DP attention."""
+
+    step: int  # of the plan of all ranks
+    data: bytes
+    goes_on: bool
+
+
 class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Follower -> leader: why this rank ends."""
 
@@ -64,7 +75,9 @@ class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Launch | Compile | Stop)
-_reports = msgspec.msgpack.Decoder(StepDigest | RankFailure)
+_reports = msgspec.msgpack.Decoder(StepDigest | ResultPiece | RankFailure)
+_results = msgspec.msgpack.Decoder(StepResult)
+_PIECE_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of a `ResultPiece`
 
 
 def _digest(message: bytes, result: StepResult) -> bytes:
@@ -100,6 +113,8 @@ class RankReports:
         self._on_end = on_end
         self._changed = threading.Condition()
         self._digests: dict[int, dict[int, bytes]] = {}  # step -> rank -> digest
+        self._pieces: dict[int, list[bytes]] = {}  # rank -> of a result that is not whole yet
+        self._results: dict[int, dict[int, StepResult]] = {}  # step -> rank -> result
         self._end: RankEnd | None = None
 
     def start(self) -> None:
@@ -116,6 +131,28 @@ class RankReports:
                 raise self._end.error()
             heard = sorted(self._digests.get(step, {}))
             raise WorkerError(f"step {step}: only ranks {heard} followed within {timeout_s:.0f} s")
+
+    def wait_results(
+        self, step: int, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, StepResult]:
+        """Rank -> its result of a step. Raises WorkerError if one comes too late, or ends."""
+        if not ranks:
+            return {}
+        with self._changed:
+
+            def are_there() -> bool:
+                return len(self._results.get(step, {})) == len(ranks)
+
+            self._changed.wait_for(lambda: are_there() or self._end, timeout_s)
+            if are_there():
+                return self._results.pop(step)
+            if self._end is not None:
+                raise self._end.error()
+            heard = sorted(self._results.get(step, {}))
+            raise WorkerError(
+                f"step {step}: only ranks {heard} of {list(ranks)} had results within"
+                f" {timeout_s:.0f} s"
+            )
 
     def wait_end(self, timeout_s: float) -> RankEnd | None:
         """The first end of a follower; None = none has ended within `timeout_s`."""
@@ -139,6 +176,11 @@ class RankReports:
             match said:
                 case StepDigest():
                     self._digests.setdefault(said.step, {})[rank] = said.digest
+                case ResultPiece():
+                    self._pieces.setdefault(rank, []).append(said.data)
+                    if not said.goes_on:
+                        result = _results.decode(b"".join(self._pieces.pop(rank)))
+                        self._results.setdefault(said.step, {})[rank] = result
                 case RankFailure() if self._end is None:
                     self._end = RankEnd(rank=rank, reason=said.reason, is_config=said.is_config)
                 case None if self._end is None:
@@ -181,10 +223,12 @@ class LeadingExecutor:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises WorkerError when a follower is dead or has been stuck for too long."""
         self._steps.num_launched += 1
-        is_compared = self._steps.num_launched % self._compare_every == 0
+        is_compared = self._steps.num_launched % self._compare_every == 0 and not plan.of_ranks
         message = _encoder.encode(Launch(plan, is_compared))
         self._ring.write(message)
         pending: PendingStep = _CountedStep(self._executor.launch(plan), self._steps)
+        if plan.of_ranks:
+            return _JoinedStep(plan, pending, self._reports, self._patience_s)
         if not is_compared:
             return pending
         return _ComparedStep(pending, message, self._reports, self._patience_s)
@@ -241,15 +285,53 @@ class _ComparedStep:
         return result
 
 
+class _JoinedStep:
+    """A step of ranks that have rows of their own, each of which reports its results."""
+
+    def __init__(
+        self, plan: StepPlan, pending: PendingStep, reports: RankReports, patience_s: float
+    ) -> None:
+        """pending: of rank 0."""
+        self._plan = plan
+        self._pending = pending
+        self._reports = reports
+        self._patience_s = patience_s
+
+    @property
+    def is_done(self) -> bool:
+        """Of rank 0: the ranks end a step at about the same time."""
+        return self._pending.is_done
+
+    def wait(self) -> StepResult:
+        """Raises WorkerError if a rank ends, or says nothing in time."""
+        own, plans = self._pending.wait(), self._plan.of_ranks
+        busy = [rank for rank, plan in enumerate(plans) if plan.rows and rank > 0]
+        found = self._reports.wait_results(self._plan.step, busy, self._patience_s)
+        others = [
+            found.get(rank) or StepResult(step=plan.step, tokens=[], logprobs=[], is_finite=[])
+            for rank, plan in enumerate(plans)
+            if rank > 0
+        ]
+        return StepResult(
+            step=self._plan.step,
+            tokens=[],
+            logprobs=[],
+            is_finite=[],
+            duration_s=own.duration_s,
+            of_ranks=[own, *others],
+        )
+
+
 # ---- a follower ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A step in flight; `message` = it is compared."""
+    """A step in flight; `message` = it is compared, `joined` = its number among all ranks'."""
 
     step: PendingStep
     message: bytes | None
+    joined: int | None = None
 
 
 class Follower:
@@ -290,7 +372,9 @@ class Follower:
                     while len(self._in_flight) >= MAX_IN_FLIGHT:
                         self._finish_oldest()
                     step = self._executor.launch(plan)
-                    self._in_flight.append(_Followed(step, message if is_compared else None))
+                    compared = message if is_compared else None
+                    joined = plan.step if plan.of_ranks else None
+                    self._in_flight.append(_Followed(step, compared, joined))
 
     def _next(self) -> bytes:
         """Waits for a message, and ends steps that somebody waits for as soon as they are done.
@@ -310,7 +394,7 @@ class Follower:
 
     @property
     def _must_report(self) -> bool:
-        return any(followed.message for followed in self._in_flight)
+        return any(f.message or f.joined is not None for f in self._in_flight)
 
     def _finish_oldest(self) -> None:
         """Waits for the step launched first: its buffers are free again, its errors are raised."""
@@ -321,6 +405,15 @@ class Follower:
         if followed.message is not None:
             digest = StepDigest(result.step, _digest(followed.message, result))
             self._ring.report(_encoder.encode(digest))
+        if followed.joined is not None and result.tokens:
+            self._report_result(followed.joined, result)
+
+    def _report_result(self, step: int, result: StepResult) -> None:
+        data = _encoder.encode(result)
+        for start in range(0, len(data), _PIECE_BYTES):
+            end = start + _PIECE_BYTES
+            piece = ResultPiece(step, data[start:end], goes_on=end < len(data))
+            self._ring.report_in_turn(_encoder.encode(piece))
 
 
 def report_failure(ring: PlanRingReader, error: BaseException) -> None:

@@ -316,6 +316,25 @@ class PlanRingReader:
         assert len(data) <= MAX_REPORT_BYTES, f"a report of {len(data)} bytes"
         _send(self._sock, data)
 
+    def report_in_turn(self, data: bytes) -> None:
+        """`report`, but waits while the writer has too much unread; nothing is lost.
+
+        Raises RingError when the writer is dead, or reads nothing for `stuck_s`.
+        """
+        assert len(data) <= MAX_REPORT_BYTES, f"a report of {len(data)} bytes"
+        room = select.poll()
+        room.register(self._sock, select.POLLOUT)
+        until_s = time.monotonic() + self._stuck_s
+        while time.monotonic() < until_s:
+            try:
+                self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                room.poll(1e3 * self._stuck_s)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise RingError("the writer of the ring is dead") from error
+        raise RingError(f"the writer of the ring read nothing for {self._stuck_s:.0f} s")
+
     def beat(self) -> None:
         """Show the writer that this process runs; one thread calls it."""
         self._memory.words[self._line + _BEATS] += 1

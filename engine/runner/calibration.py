@@ -19,7 +19,7 @@ from engine.plan import StepPlan
 from engine.ranks.agreement import value_of_first
 from engine.runner.auto import Calibration, StepSizes
 from engine.runner.executor import Executor
-from engine.runner.results import EmptyStep, PendingStep
+from engine.runner.results import EmptyStep, IdleStep, PendingStep
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
 
 BUDGET_S = 2.0  # for all steps; some decode steps and the two shortest prompts run in any case
@@ -200,7 +200,7 @@ class TimedSteps:
     def durations_s(self, plans: Iterable[StepPlan]) -> list[float]:
         """Launches each step while the one before it computes, as the step loop does."""
         durations_s: list[float] = []
-        pending: deque[PendingStep | EmptyStep] = deque()
+        pending: deque[PendingStep | EmptyStep | IdleStep] = deque()
         num_rows = 0
         for plan in plans:
             num_rows = len(plan.rows)
@@ -212,7 +212,7 @@ class TimedSteps:
         return durations_s
 
 
-def _wait_s(step: PendingStep | EmptyStep) -> float:
+def _wait_s(step: PendingStep | EmptyStep | IdleStep) -> float:
     duration_s = step.wait().duration_s
     assert duration_s is not None, "a step with rows is timed"
     return duration_s

@@ -55,6 +55,11 @@ class DecodeRun:
         self._inputs: DecodeInputs | None = None
         self._has_newest_ids = False  # whether its input ids are each row's newest token
 
+    @property
+    def size(self) -> GraphSize | None:
+        """That the last step was padded to; None = there is no step to continue from."""
+        return None if self._inputs is None else self._inputs.size
+
     def begin(self, plan: StepPlan, inputs: DecodeInputs) -> None:
         """Record a decode step that was written in full; its rows are padded, not in spans."""
         self._plan, self._inputs = plan, inputs

@@ -18,22 +18,31 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.kv.tables import BlockTables, concat_ranges
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
+from engine.layers.row_exchange import RowExchange
 from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.dp_steps import DpStep, DpSteps
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
 from engine.runner.graphs import ExecutorStatistics, PromptStepCounter, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
-from engine.runner.inputs import InputBatch, RequestRows, StepBuffers, write_input_batch
+from engine.runner.inputs import (
+    InputBatch,
+    RequestRows,
+    StepBuffers,
+    write_idle_batch,
+    write_input_batch,
+)
 from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
     ComputedStep,
     EmptyStep,
+    IdleStep,
     PendingStep,
     StepSlots,
     StepTensors,
@@ -84,13 +93,13 @@ class Executor:
         )
         self.model = model
         self.layout = layout
-        self._comm = comm
+        self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
+        self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
         self._kv_scales: KvScales | None = None
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
-        self._max_rows = max_rows
-        self._max_tokens = max_num_batched_tokens
+        self._max_rows, self._max_tokens = max_rows, max_num_batched_tokens
         self._max_samples = max_rows
         self._max_model_len = max_model_len
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
@@ -210,6 +219,7 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
+        assert self._dp is None or (prompts is None and not verify), "decode steps only, with DP"
         steps = self._captured_steps()
         with torch.inference_mode():
             if prompts is not None:
@@ -295,13 +305,19 @@ class Executor:
             two_batches=self._two_batches.statistics() if self._two_batches else None,
         )
 
-    def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
+    def launch(self, plan: StepPlan) -> PendingStep | EmptyStep | IdleStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
 
         A row with non-finite values gets no token, and its `is_finite` is False. Other rows are
         unaffected, as long as its blocks are zeroed before they are used again.
+
+        With DP attention, `plan` is of all ranks, and the step is this rank's part of it; a plan of
+        one rank is that of every rank.
         """
-        if not plan.rows:
+        shared = self._dp.of(plan) if self._dp else None
+        if shared is not None:
+            plan = shared.own
+        if not plan.rows and (shared is None or shared.is_idle):
             with torch.inference_mode():
                 self._apply_rows(plan)
             return EmptyStep(plan.step)
@@ -310,7 +326,10 @@ class Executor:
             slot.timer.start()
             plan = self.guesses.fetch(plan) if self.guesses else plan
             self._apply_rows(plan)
-            computed = self._compute(plan)
+            if shared is not None and not plan.rows:
+                self._compute_idle(shared)
+                return IdleStep(plan.step, self._slots, slot)
+            computed = self._compute(plan, shared)
             if self._keeper is not None:
                 assert computed.exported is not None, "the model exports nothing in such a step"
                 self._keeper.keep(computed.exported, computed.batch, self._rows.blocks)
@@ -325,11 +344,18 @@ class Executor:
             return PendingStep(plan, computed.batch, self._slots, slot, left)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
-        """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order."""
+        """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order.
+
+        With DP attention, this rank has rows in `plan`, as of `launch`; no rank replays a graph.
+        """
         with torch.inference_mode():
+            rows = None
+            if self._dp is not None:
+                shared = self._dp.of(plan)
+                plan, rows = shared.own, self._dp.exchange(shared, None)
             self._apply_rows(plan)
             batch = self._write_batch(plan, self._buffers)
-            hidden = self._forward(batch).hidden
+            hidden = self._forward(batch, rows=rows).hidden
             ends = np.empty_like(batch.first_tokens)
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
             num_logits = np.array(plan.num_logits, dtype=np.int64)
@@ -348,14 +374,39 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _compute(self, plan: StepPlan) -> ComputedStep:
+    def _dp_exchange(self, shared: DpStep) -> tuple[RowExchange, GraphSize | None]:
+        """How ranks exchange rows in a step, and the graph of those that replay one."""
+        assert self._dp is not None, "the plan of one rank"
+        size = None
+        if self._decode_graphs is not None and shared.is_decode:
+            size = self._decode_graphs.size_for(shared.max_tokens, shared.max_tokens, 1)
+        if self._decode_run is not None and self._decode_run.size != size:
+            self._decode_run.end()
+        return self._dp.exchange(shared, size), size
+
+    def _compute_idle(self, shared: DpStep) -> None:
+        """Take part in what the other ranks exchange."""
+        rows, size = self._dp_exchange(shared)
+        if self._decode_graphs is not None and size is not None:
+            assert self._decode_run is not None, "captured with the graphs"
+            self._decode_run.end()  # its inputs are overwritten
+            batch = write_idle_batch(self._decode_graphs.buffers, padded_to=size)
+            self._decode_graphs.replay(size, batch.attention)
+            return
+        batch = write_idle_batch(self._buffers)
+        self._forward(batch, batch.logit_indices, rows=rows)
+
+    def _compute(self, plan: StepPlan, shared: DpStep | None) -> ComputedStep:
+        rows, common_size = (None, None) if shared is None else self._dp_exchange(shared)
         chunks = self._rows.prompt_logprobs.due(plan)
         if chunks:
-            return self._compute_everywhere(plan, chunks)
+            return self._compute_everywhere(plan, chunks, rows)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None and self._decode_graphs is not None:
             return self._replay(self._decode_graphs, inputs)
         graphs, size = self._graph_for(plan)
+        if shared is not None:
+            graphs, size = self._decode_graphs, common_size
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
             if self._decode_run is not None and plan.is_decode and not plan.drafts:
@@ -368,7 +419,8 @@ class Executor:
             result = self._forward_to_last(batch)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
-            result = self._forward(batch, batch.logit_indices, checks_finite=not plan.is_decode)
+            checks = not plan.is_decode
+            result = self._forward(batch, batch.logit_indices, checks_finite=checks, rows=rows)
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
@@ -411,12 +463,14 @@ class Executor:
         pays = has_halves and two_batches.splits_decode(size.num_rows, self._max_row_samples)
         return size if pays else None
 
-    def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
+    def _compute_everywhere(
+        self, plan: StepPlan, chunks: list[PromptChunk], rows: RowExchange | None
+    ) -> ComputedStep:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
         if self._prompt_steps is not None:
             self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
         batch = self._write_batch(plan, self._buffers)
-        result = self._forward(batch, checks_finite=True)
+        result = self._forward(batch, checks_finite=True, rows=rows)
         lines = batch.logit_indices
         hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
         return ComputedStep(
@@ -490,8 +544,12 @@ class Executor:
         logit_indices: Tensor | None = None,
         *,
         checks_finite: bool = False,
+        rows: RowExchange | None = None,
     ) -> ForwardResult:
-        """The residual stream after the final norm, at `logit_indices` (None: at every token)."""
+        """The residual stream after the final norm, at `logit_indices` (None: at every token).
+
+        rows: with DP attention.
+        """
         split = self._two_batches.split(batch) if self._two_batches else None
         if self._two_batches is not None and split is not None:
             parts = self._two_batches.parts(batch, split)
@@ -503,7 +561,7 @@ class Executor:
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
-        ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens))
+        ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens), rows=rows)
         ids = resolve_input_ids(batch.input_ids, self._table.flat)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
@@ -564,6 +622,7 @@ class Executor:
             attention=self._attention,
             attention_metadata=metadata,
             comm=self._comm,
+            rows=self._dp.padded(len(slots)) if self._dp else None,  # unless the caller knows more
             fused_sums=self._comm.fused_sums,
             kv_scales=self._kv_scales,
         )

@@ -293,14 +293,61 @@ def write_input_batch(
     num_blocks = -(-rows.num_keys // layout.block_size)
     cu_blocks = np.concatenate(([0], np.cumsum(num_blocks)))
     block_ids = block_tables.flatten(rows.rows, num_blocks)
+    fields = _begin(buffers, rows, cu_blocks, block_ids, padded_to)
+    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
+    return _send(buffers, rows, cu_blocks, block_ids, padded_to)
+
+
+def write_idle_batch(buffers: StepBuffers, *, padded_to: GraphSize | None = None) -> InputBatch:
+    """Write and send the inputs of a rank that has no rows in a step of others: a padding token.
+
+    It attends to the first token of block 0, whatever that is, and writes nothing.
+    """
+    zero, none = np.zeros(1, np.int64), np.empty(0, np.int64)
+    rows = _Rows(
+        plan_rows=zero,
+        rows=np.array([buffers.max_rows]),
+        num_new=np.ones(1, np.int64),
+        num_computed=zero,
+        num_keys=np.ones(1, np.int64),
+        num_samples=zero,
+        sampling=none,
+        num_after=None,
+        cu_tokens=np.arange(2),
+    )
+    cu_blocks, block_ids = np.arange(2), np.zeros(1, np.int32)
+    fields = _begin(buffers, rows, cu_blocks, block_ids, padded_to)
+    for name, value in (("input_ids", 0), ("positions", 0), ("slots", -1)):
+        fields[name][0] = value
+    return _send(buffers, rows, cu_blocks, block_ids, padded_to)
+
+
+def _begin(
+    buffers: StepBuffers,
+    rows: "_Rows",
+    cu_blocks: NDArray[np.int64],
+    block_ids: NDArray[np.int32],
+    padded_to: GraphSize | None,
+) -> "HostFields":
+    """The next host buffer, with all but the tokens of the rows written."""
     fields = buffers.write()
     fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
     fields["block_ids"][: len(block_ids)] = block_ids
     _write_rows(fields, rows)
-    num_rows, num_tokens, num_sampled = len(rows.rows), rows.end_token, len(rows.sampling)
     if padded_to is not None:
         _pad(fields, rows, padded_to, spare_row=buffers.max_rows)
-    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
+    return fields
+
+
+def _send(
+    buffers: StepBuffers,
+    rows: "_Rows",
+    cu_blocks: NDArray[np.int64],
+    block_ids: NDArray[np.int32],
+    padded_to: GraphSize | None,
+) -> InputBatch:
+    """Send what was written."""
+    num_rows, num_tokens, num_sampled = len(rows.rows), rows.end_token, len(rows.sampling)
     # Padding rows have at most one block each, and only in a grid.
     buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
     return InputBatch(

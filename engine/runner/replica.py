@@ -26,6 +26,7 @@ from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
+from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.calibration import Room
 from engine.runner.executor import Executor
@@ -144,7 +145,8 @@ class Replica:
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
         if kv_scales is not None:
-            of_rank = scales_of_rank(kv_scales, comm.rank)
+            own = WHOLE_MODEL if spec.has_dp_attention else comm.rank
+            of_rank = scales_of_rank(kv_scales, own)
             self._kv_scales = KvScales.of(of_rank.to(self._device))
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -156,6 +158,7 @@ class Replica:
             attention,
             uses_graphs=self._uses_graphs,
             is_latent=spec.latent is not None,
+            has_dp_attention=spec.has_dp_attention,
         )
         self._verify_sizes = build_verify_sizes(
             config.speculation, sizes, attention, uses_graphs=self._uses_graphs
@@ -412,8 +415,11 @@ def build_prompt_sizes(
     *,
     uses_graphs: bool,
     is_latent: bool = False,
+    has_dp_attention: bool = False,
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
+    if has_dp_attention:
+        return None  # padded to the longest of any rank, they would compute it on all of them
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
     is_possible = uses_graphs and attention.can_capture_prompts
     if (asked or is_grid) and not is_possible:

@@ -362,6 +362,26 @@ class EmptyStep:
         return StepResult(step=self._step, tokens=[], logprobs=[], is_finite=[])
 
 
+class IdleStep:
+    """A step in which this rank has no rows and others have: it took part in their exchanges."""
+
+    def __init__(self, step: int, slots: StepSlots, slot: StepSlot) -> None:
+        """Stops the timer of `slot`."""
+        self._step, self._slots, self._slot = step, slots, slot
+        slot.timer.stop()
+
+    @property
+    def is_done(self) -> bool:
+        return self._slot.timer.is_done
+
+    def wait(self) -> StepResult:
+        duration_s = self._slot.timer.wait()
+        self._slots.give_back(self._slot)
+        return StepResult(
+            step=self._step, tokens=[], logprobs=[], is_finite=[], duration_s=duration_s
+        )
+
+
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy that is complete when the stream reaches it; on the CPU, the tensor itself."""
     if not tensor.is_cuda:

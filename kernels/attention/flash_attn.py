@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import torch
 import triton
@@ -27,7 +28,7 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _BLOCK_MULTIPLE = 16
 _MAX_SINK_HEADS = 64  # the library keeps the sinks of so many heads
-_SINKS = "s_aux"  # its argument
+_SINKS = "s_aux"  # its argument, which older ones do not take
 _COLUMNS = 1024
 
 
@@ -121,6 +122,58 @@ class FlashAttentionMetadata:
     schedules: dict[int | None, Tensor]
 
 
+class StepSizes(Protocol):
+    """What the library is told of a step, besides where its keys lie."""
+
+    @property
+    def rows(self) -> RowTensors: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def max_keys(self) -> int: ...
+
+
+class LibraryCall:
+    """The library's attention of a layer, for the backends that give it keys in one way each."""
+
+    def __init__(
+        self, shape: AttentionShape, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises ValueError if `why_not` gives a reason, or as `import_library` does."""
+        reason = why_not(shape, block_size, dtype, device)
+        if reason is not None:
+            raise ValueError(reason)
+        self.library = import_library(has_sinks=shape.has_sinks)
+        self._shape = shape
+
+    def __call__(
+        self,
+        q: Tensor,
+        layer: int,
+        step: StepSizes,
+        out: Tensor | None,
+        sinks: Tensor | None,
+        **keys: Tensor,
+    ) -> Tensor:
+        """[T, heads * head_dim], in `out` if given. keys: `k`, `v`, and arguments that say where
+        each row's are."""
+        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
+        attended: Tensor = self.library.flash_attn_varlen_func(
+            q=q,
+            max_seqlen_q=step.max_new_tokens,
+            cu_seqlens_q=step.rows.cu_tokens,
+            max_seqlen_k=step.max_keys,
+            softmax_scale=self._shape.scale,
+            causal=True,
+            window_size=window_size(self._shape.layer_windows[layer]),
+            fa_version=3,
+            out=None if out is None else out.view(q.shape),
+            **({} if sinks is None else {_SINKS: sinks.to(torch.bfloat16)}),
+            **keys,
+        )
+        return attended.view(len(q), -1) if out is None else out
+
+
 class FlashAttention:
     """A `GraphAttention`; single-token rows and chunks go through the same call."""
 
@@ -134,13 +187,9 @@ class FlashAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises ValueError if `why_not` gives a reason, or as `import_library` does."""
-        reason = why_not(shape, block_size, dtype, device)
-        if reason is not None:
-            raise ValueError(reason)
-        library = import_library(has_sinks=shape.has_sinks)
-        self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
-        self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
+        """Raises ValueError as `LibraryCall` does."""
+        self._attend = LibraryCall(shape, block_size=block_size, dtype=dtype, device=device)
+        self._schedule: Callable[..., Tensor] = self._attend.library.get_scheduler_metadata
         self._shape = shape
         self._block_size = block_size
         self._dtype = dtype
@@ -164,27 +213,19 @@ class FlashAttention:
         sinks: Tensor | None = None,
         scales: KvScales | None = None,
     ) -> Tensor:
-        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         assert scales is None, "a store of e4m3 numbers was refused"
-        window = self._shape.layer_windows[layer]
-        attended = self._attend(
-            q=q,
+        return self._attend(
+            q,
+            layer,
+            metadata,
+            out,
+            sinks,
             k=store[:, layer, 0],
             v=store[:, layer, 1],
-            max_seqlen_q=metadata.max_new_tokens,
-            cu_seqlens_q=metadata.rows.cu_tokens,
-            max_seqlen_k=metadata.max_keys,
             seqused_k=metadata.rows.num_keys,
             block_table=metadata.table,
-            softmax_scale=self._shape.scale,
-            causal=True,
-            window_size=window_size(window),
-            scheduler_metadata=metadata.schedules[window],
-            fa_version=3,
-            out=None if out is None else out.view(q.shape),
-            **sink_argument(sinks),
+            scheduler_metadata=metadata.schedules[self._shape.layer_windows[layer]],
         )
-        return attended.view(len(q), -1) if out is None else out
 
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
@@ -243,11 +284,6 @@ class FlashAttention:
 def window_size(window: int | None) -> tuple[int, int]:
     """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
-
-
-def sink_argument(sinks: Tensor | None) -> dict[str, Tensor]:
-    """What the library is given besides; nothing where there are none, as older ones take none."""
-    return {} if sinks is None else {_SINKS: sinks.to(torch.bfloat16)}
 
 
 def import_library(*, has_sinks: bool = False) -> ModuleType:

@@ -9,14 +9,13 @@ Steps in which a key has few queries, those in CUDA graphs, and those with more 
 go to the Triton kernels, which read the store. Knows no requests.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.flash_attn import import_library, sink_argument, why_not, window_size
+from kernels.attention.flash_attn import LibraryCall
 from kernels.attention.gathering import to_device
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton import TritonAttention, TritonMetadata
@@ -52,11 +51,7 @@ class WidenedAttention:
         device: torch.device,
     ) -> None:
         """Raises ValueError for what one of both kernels does not support."""
-        reason = why_not(shape, block_size, dtype, device)
-        if reason is not None:
-            raise ValueError(reason)
-        library = import_library(has_sinks=shape.has_sinks)
-        self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
+        self._attend = LibraryCall(shape, block_size=block_size, dtype=dtype, device=device)
         self._triton = TritonAttention(shape, block_size=block_size, dtype=dtype, device=device)
         self._shape = shape
         self._dtype = dtype
@@ -98,7 +93,6 @@ class WidenedAttention:
         """Reads the fresh K and V from `store`, as later steps do."""
         if isinstance(metadata, TritonMetadata):
             return self._triton.run(q, k_new, v_new, layer, store, metadata, out, sinks, scales)
-        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         assert scales is not None, "of a store of e4m3 numbers"
         k, v = widen(
             store,
@@ -110,22 +104,7 @@ class WidenedAttention:
             max_keys=metadata.max_keys,
             dtype=q.dtype,
         )
-        attended = self._attend(
-            q=q,
-            k=k,
-            v=v,
-            max_seqlen_q=metadata.max_new_tokens,
-            cu_seqlens_q=metadata.rows.cu_tokens,
-            max_seqlen_k=metadata.max_keys,
-            cu_seqlens_k=metadata.cu_keys,
-            softmax_scale=self._shape.scale,
-            causal=True,
-            window_size=window_size(self._shape.layer_windows[layer]),
-            fa_version=3,
-            out=None if out is None else out.view(q.shape),
-            **sink_argument(sinks),
-        )
-        return attended.view(len(q), -1) if out is None else out
+        return self._attend(q, layer, metadata, out, sinks, k=k, v=v, cu_seqlens_k=metadata.cu_keys)
 
     # ---- in a CUDA graph, where the number of keys is not known ----------------------------------
 

@@ -223,7 +223,7 @@ class Bench:
     def measure(self, work: tuple[int, int], num_rounds: int) -> Found:
         """work: rows, and tokens of each before the first. A short round that is left is first."""
         num_rows, num_keys = work
-        counts = self._ours.engine.core.scheduler.draft_counts
+        counts = self._ours.engine.core.scheduler.drafting.counts
         self._seconds(num_rows, num_keys, NUM_NEW // 4)
         before = counts.num_accepted, counts.num_verified
         if self.acceptance is not None:

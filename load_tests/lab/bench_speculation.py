@@ -88,7 +88,7 @@ class Side:
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
         """One round; returns the answers."""
         found: dict[RequestKey, list[int]] = {}
-        counts = self.engine.engine.core.scheduler.draft_counts
+        counts = self.engine.engine.core.scheduler.drafting.counts
         before = counts.num_drafted, counts.num_accepted, counts.num_verified
         start_s = time.perf_counter()
         for prompt, its_params in zip(prompts, params, strict=True):

@@ -121,7 +121,7 @@ class Pair:
     @property
     def num_evicted(self) -> int:
         """By the engine with a tier, since its start."""
-        return self.engines[1].engine.cache.statistics().num_evicted_blocks
+        return self.engines[1].engine.shared_cache.statistics().num_evicted_blocks
 
     @property
     def num_tier_blocks(self) -> int:

@@ -61,7 +61,7 @@ class Way:
         self.answers.append(found.tokens)
 
     def row(self) -> list[str]:
-        counts: DraftCounts = self.pair.decode.core.scheduler.draft_counts
+        counts: DraftCounts = self.pair.decode.core.scheduler.drafting.counts
         shares = zip(counts.accepted_at, counts.drafted_at, strict=True)
         length = 1 + counts.num_accepted / counts.num_verified if counts.num_verified else 1.0
         return [

@@ -241,6 +241,7 @@ class _TimedReader:
         self._times = times
         self._read: Callable[[float | None], bytes | None] = ring.read
         self.report = ring.report
+        self.report_in_turn = ring.report_in_turn
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
         message = self._read(timeout_s)

@@ -107,7 +107,9 @@ def build_pinned(config: AppConfig, seed: int, rank: Rank = WHOLE_MODEL) -> Caus
         is_deterministic=model.deterministic,
         rank=rank,
     )
-    pin_routing(built, max_tokens, seed)
+    # With DP attention the i-th tokens of two ranks are different ones.
+    own_seed = seed + rank.index if built.spec.has_dp_attention else seed
+    pin_routing(built, max_tokens, own_seed)
     return built
 
 

@@ -133,10 +133,13 @@ class Application:
 
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
+        workers, num_rows = self.config.workers, self.config.scheduler.max_num_seqs
+        if workers.enable_dp_attention and num_rows != "auto":
+            num_rows *= workers.tensor_parallel_size  # each rank has as many
         return all(
             not seen["held_blocks"]
             and seen["num_requests"] == 0
-            and seen["free_rows"] == self.config.scheduler.max_num_seqs
+            and seen["free_rows"] == num_rows
             and seen["streams"]["num_unacknowledged_tokens"] == 0
             for seen in self.statistics().values()
         )
@@ -289,7 +292,13 @@ class Cluster:
 
     @classmethod
     def start(cls) -> "Cluster":
+        """On a Ray cluster of its own, which `stop` ends."""
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        return cls.serve()
+
+    @classmethod
+    def serve(cls) -> "Cluster":
+        """On the Ray cluster that this process has joined."""
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         return cls(port=port)

@@ -65,7 +65,7 @@ class LocalPair:
         source, target = self.prefill.kv_store, self.decode.kv_store
         request = _request(event.key, spec, prompt)
         self.decode.hasher.extend(request)
-        block_ids = self.decode.cache.allocate(len(event.block_ids))
+        block_ids = self.decode.shared_cache.allocate(len(event.block_ids))
         assert block_ids is not None, "the decode side has no room"
         moved = source.gather(event.block_ids)
         target.scatter(block_ids, moved.view(-1).view(torch.uint8))
@@ -75,7 +75,7 @@ class LocalPair:
         request.num_computed_tokens = request.num_known_tokens
         request.tokens.append(event.first_token_id)
         request.num_emitted_tokens += 1
-        self.decode.core.scheduler.join(request)
+        self.decode.shared_scheduler.join(request)
         return block_ids
 
 

@@ -1,17 +1,13 @@
-"""One local Ray cluster for all tests of the whole application, and the applications they share."""
+"""Serve on the tests' Ray cluster, and the applications that tests share."""
 
 import hashlib
-import os
 import random
-
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
+from ray import serve
 
 from load_tests.testbed.deployed import Application, Cluster
 
@@ -30,11 +26,15 @@ TIGHT = {
 }
 KEY = "a key that nobody guesses"
 SHARED: Mapping[str, Mapping[str, object]] = {
-    # The first: while it runs alone, nothing but calls has to listen. Every client needs a key.
-    "over_object_store": TIGHT
-    | {
+    # The first: while it runs alone, nothing but calls has to listen. A prefill worker a pool.
+    "pooled": {
+        "workers.prefill": 2,
+        "workers.decode": 1,
+        "laps.enable_laps_alloc": True,
+        "laps.min_workers_to_split": 2,
+        "laps.spill_margin_s": 0.0,
         "handoff.channel": "object_store",
-        "api.keys": {"someone": hashlib.sha256(KEY.encode()).hexdigest()},
+        "handoff.piece_bytes": 1,  # a block a piece
     },
     # The reference; with two replicas of the ingress.
     "unified": {"workers.unified": 1, "edge.num_replicas": 2},
@@ -46,13 +46,12 @@ SHARED: Mapping[str, Mapping[str, object]] = {
         "lifetimes.supervisor_silence_s": 30.0,
         "lifetimes.acknowledge_every_s": 0.1,
     },
-    "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
-    "pooled": {  # 3 prefill workers in two pools
-        "workers.prefill": 3,
-        "workers.decode": 1,
-        "laps.enable_laps_alloc": True,
-        "laps.spill_margin_s": 0.0,
+    "over_gloo_pairs": TIGHT
+    | {
+        "handoff.channel": "gloo_pair",
+        "api.keys": {"someone": hashlib.sha256(KEY.encode()).hexdigest()},  # every client has it
     },
+    "over_object_store": TIGHT | {"handoff.channel": "object_store"},  # at night only
 }
 
 
@@ -91,10 +90,9 @@ class SharedApplications:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster.start()
-    yield cluster
-    cluster.stop()
+def cluster(local_ray: None) -> Iterator[Cluster]:
+    yield Cluster.serve()
+    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +112,7 @@ def _shared(name: str) -> Callable[..., Iterator[Application]]:
     return use
 
 
-over_object_store, unified, disaggregated, over_gloo_pairs, pooled = map(_shared, SHARED)
+pooled, unified, disaggregated, over_gloo_pairs, over_object_store = map(_shared, SHARED)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def test_a_completion_through_every_actor_is_the_unified_worker_s(
     unified.wait_quiet()
 
 
+@pytest.mark.nightly  # by day test_worker_deaths.py compares twelve, while it kills workers
 def test_32_concurrent_streams_give_the_tokens_of_single_requests(
     disaggregated: Application,
 ) -> None:

@@ -19,7 +19,7 @@ def test_the_status_names_every_worker_and_its_pool(pooled: Application) -> None
     status = _status(pooled)
     pools = status["pools"]
     assert isinstance(pools, dict)
-    assert (len(pools["short"]), len(pools["long"])) == (1, 2)
+    assert (len(pools["short"]), len(pools["long"])) == (1, 1)
     assert (status["enabled"], status["threshold"]) == (True, 256)
     assert status["moves"] == []
 

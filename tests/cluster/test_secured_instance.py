@@ -1,4 +1,4 @@
-"""A running application with keys: what answers without one, and which ports its processes open."""
+"""Who reaches a running application: keys, what Serve answers itself, and ports."""
 
 import os
 import pickle
@@ -41,30 +41,28 @@ def status(
     return httpx.request(method, url, headers=headers, timeout=PATIENCE_S).status_code
 
 
-def test_no_route_but_pages_and_health_answers_without_a_key(
-    over_object_store: Application,
-) -> None:
-    headers = {"Authorization": f"Bearer {over_object_store.api_key}"}
+def test_no_route_but_pages_and_health_answers_without_a_key(over_gloo_pairs: Application) -> None:
+    headers = {"Authorization": f"Bearer {over_gloo_pairs.api_key}"}
     document = httpx.get(
-        f"{over_object_store.url}/openapi.json", headers=headers, timeout=PATIENCE_S
+        f"{over_gloo_pairs.url}/openapi.json", headers=headers, timeout=PATIENCE_S
     ).json()
     routes = [(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs]
     assert len(routes) > 10
     for method, path in [*routes, ("GET", "/unknown"), ("GET", "/docs"), ("GET", "/-/routes")]:
         expected = 200 if path in ("/", "/health", "/laps") else 401
-        assert status(over_object_store, method, path) == expected, f"{method} {path}"
-    assert status(over_object_store, "GET", "/v1/models", headers=headers) == 200
-    assert status(over_object_store, "HEAD", "/health") == 200
+        assert status(over_gloo_pairs, method, path) == expected, f"{method} {path}"
+    assert status(over_gloo_pairs, "GET", "/v1/models", headers=headers) == 200
+    assert status(over_gloo_pairs, "HEAD", "/health") == 200
 
 
 def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
-    cluster: Cluster, over_object_store: Application
+    cluster: Cluster, pooled: Application
 ) -> None:
     root = f"http://{LOCALHOST}:{cluster.port}/-"
     healthz = httpx.get(f"{root}/healthz", timeout=PATIENCE_S)
     assert (healthz.status_code, healthz.text) == (200, "success")
     routes = httpx.get(f"{root}/routes", timeout=PATIENCE_S)
-    assert routes.json()[f"/{over_object_store.name}"] == over_object_store.name
+    assert routes.json()[f"/{pooled.name}"] == pooled.name
     assert all(prefix == f"/{name}" for prefix, name in routes.json().items())
     for path in ("", "/", "/metrics", "/openapi.json", "/health"):
         assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
@@ -99,7 +97,7 @@ class Bait:
 
 
 def test_a_replica_reads_nothing_that_comes_without_a_token(
-    over_object_store: Application, tmp_path: Path
+    pooled: Application, tmp_path: Path
 ) -> None:
     request = ASGIRequest(pickled_request_metadata=pickle.dumps(Bait(tmp_path / "taken")))
     codes = []
@@ -115,7 +113,7 @@ def test_a_replica_reads_nothing_that_comes_without_a_token(
 
 
 def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
-    cluster: Cluster, over_object_store: Application
+    cluster: Cluster, pooled: Application
 ) -> None:
     listening = listening_ports()
     assert len(listening) >= len(ACTORS), f"not all actors were found: {list(listening)}"

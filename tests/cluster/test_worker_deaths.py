@@ -221,7 +221,7 @@ def test_a_stream_goes_on_with_the_same_tokens_on_another_decode_worker(
 @pytest.mark.parametrize(
     ("role", "phase"),
     [
-        ("prefill", "compute"),
+        pytest.param("prefill", "compute", marks=pytest.mark.nightly),
         pytest.param("prefill", "move", marks=pytest.mark.nightly),
         ("decode", "move"),
     ],

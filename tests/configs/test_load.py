@@ -9,6 +9,8 @@ import yaml
 from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment, load_config
 from configs.schema import AppConfig
 
+DP = "enable_dp_attention: true, expert_parallel: true, tensor_parallel_size: 2"
+
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
@@ -145,6 +147,39 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {expert_exchange_min_tokens: 64, tensor_parallel_size: 2,"
             " expert_parallel: true, num_gpus: 1}\nmodel: {device: cuda, deterministic: true}",
             ["workers.expert_exchange_min_tokens", "model.deterministic", "leave it out"],
+        ),
+        (
+            "workers: {enable_dp_attention: true, tensor_parallel_size: 2}",
+            ["workers.enable_dp_attention", "whole experts", "expert_parallel to true"],
+        ),
+        (
+            f"workers: {{{DP}, expert_exchange_min_tokens: 64}}",
+            ["workers.enable_dp_attention", "every step", "leave out expert_exchange_min_tokens"],
+        ),
+        (
+            f"workers: {{{DP}, unified: 0, prefill: 1, decode: 1}}",
+            ["workers.enable_dp_attention", "not supported yet", "workers.unified"],
+        ),
+        (
+            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram}}",
+            ["workers.enable_dp_attention", "ngram", "drafter to none"],
+        ),
+        (
+            f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"
+            " tbo_min_prompt_tokens: 6}",
+            ["workers.enable_dp_attention", "enable_two_batch_overlap", "one of the two"],
+        ),
+        (
+            f"workers: {{{DP}}}\nlaps: {{enable_batch_prefill_cuda_graph: true}}",
+            ["workers.enable_dp_attention", "only decode steps", "leave out"],
+        ),
+        (
+            f"workers: {{{DP}}}\nexecution: {{expert_load_steps: 8}}",
+            ["workers.enable_dp_attention", "expert_load_steps", "set both to 0"],
+        ),
+        (
+            f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",
+            ["workers.enable_dp_attention", "model.deterministic", "one of the two"],
         ),
         (
             "execution: {tbo_min_decode_rows: 16}",

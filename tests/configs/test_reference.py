@@ -2,20 +2,27 @@
 
 from pathlib import Path
 
-from configs.reference import read_schema, render
+import pytest
+
+from configs.reference import Section, read_schema, render
 from configs.schema import AppConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+PAGE = (ROOT / "docs" / "configuration.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Section]:
+    return read_schema()
+
+
 def test_the_page_is_what_the_schema_says() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    hint = "run: python -m configs.reference > docs/configuration.md"
-    assert page == render(), hint
+    assert render() == PAGE, "run: python -m configs.reference > docs/configuration.md"
 
 
-def test_every_key_says_what_it_means() -> None:
-    schema = read_schema()
+def test_every_key_says_what_it_means(schema: dict[str, Section]) -> None:
     unsaid = [
         f"{name}.{key.name}"
         for name, section in schema.items()
@@ -25,9 +32,8 @@ def test_every_key_says_what_it_means() -> None:
     assert unsaid == []
 
 
-def test_every_key_of_the_configuration_is_on_the_page() -> None:
-    page = render()
-    keys = [key.name for section in read_schema().values() for key in section.keys]
+def test_every_key_of_the_configuration_is_on_the_page(schema: dict[str, Section]) -> None:
+    keys = [key.name for section in schema.values() for key in section.keys]
     assert len(keys) > 100
     assert set(AppConfig.__struct_fields__) < set(keys)
-    assert [key for key in keys if f"`{key}`" not in page and f".{key}`" not in page] == []
+    assert [key for key in keys if f"`{key}`" not in PAGE and f".{key}`" not in PAGE] == []

@@ -1,4 +1,4 @@
-"""Channels between two processes: two GPUs where there are two, else gloo between two CPUs."""
+"""Channels between two processes: two GPUs where there are two, and gloo between two CPUs."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ KINDS = [
     pytest.param("cuda_ipc", "cuda", marks=GPUS),
     pytest.param("nccl_pair", "cuda", marks=GPUS),
     pytest.param("gloo_pair", "cuda", marks=GPUS, id="gloo_pair-from-gpus"),
-    pytest.param("gloo_pair", "cpu"),
+    # By day test_channels_ray.py does the same over gloo.
+    pytest.param("gloo_pair", "cpu", marks=pytest.mark.nightly),
 ]
 SCENARIOS = "tests.actors.kv_transfer.channel_scenarios"
 

@@ -1,9 +1,5 @@
 """The real channels between real Ray actors."""
 
-import os
-
-os.environ["RAY_AUTH_MODE"] = "disabled"  # before Ray is imported; a test cluster is local
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +21,6 @@ from tests.actors.kv_transfer.channel_actors import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOT = str(Path(__file__).resolve().parents[3])
 KINDS: list[ChannelKind] = ["gloo_pair", "object_store"]
 CONFIG = HandoffConfig(
     piece_bytes=7 * LAYOUT.block_bytes, transfer_deadline_s=3.0, reserve_timeout_s=5.0
@@ -33,19 +28,10 @@ CONFIG = HandoffConfig(
 
 
 @pytest.fixture(scope="module")
-def board() -> Iterator[str]:
-    """A cluster with a rendezvous actor; its name."""
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}},
-    )
+def board(local_ray: None) -> Iterator[str]:
+    """Name of a rendezvous actor."""
     yield new_board("board")
-    ray.shutdown()
+    ray.kill(boards.pop("board"))
 
 
 def new_board(name: str) -> str:
@@ -53,7 +39,8 @@ def new_board(name: str) -> str:
     spec = DeploymentSpec(
         config=config, model="", hash="", block_key=b"k" * 16, namespace=NAMESPACE
     )
-    actor = ray.remote(Rendezvous).options(name=name, num_cpus=0).remote(spec, name)
+    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
+    actor = ray.remote(Rendezvous).options(**options).remote(spec, name)
     ray.get(actor.num_keys.remote(), timeout=60)
     boards[name] = actor
     return name
@@ -97,8 +84,11 @@ def epoch() -> int:
 
 
 @pytest.fixture(scope="module")
-def processes(board: str) -> Pair:
-    return Pair(board)
+def processes(board: str) -> Iterator[Pair]:
+    pair = Pair(board)
+    yield pair
+    for host in (pair.sender, pair.receiver):
+        ray.kill(host)
 
 
 @pytest.fixture

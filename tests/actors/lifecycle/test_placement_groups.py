@@ -1,13 +1,8 @@
 """Placement groups of workers on a real Ray: found again, given back, and never in the way."""
 
-import os
-
-os.environ["RAY_AUTH_MODE"] = "disabled"  # before Ray is imported; a test cluster is local
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,31 +20,14 @@ from actors.lifecycle.placement_groups import (
 from engine.messages import Role
 from tests.actors.lifecycle.placed_worker import Worker
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
-ROOT = str(Path(__file__).resolve().parents[3])
-NUM_GPUS = 2
+NUM_GPUS = 2  # of `local_ray`
 BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 HASH = "0a1b2c3d"
 PAIR: dict[str, Role] = {f"prefill-0.{HASH}": "prefill", f"decode-0.{HASH}": "decode"}
 PATIENCE_S = 60.0
 CHECK_EVERY_S = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Two devices that do not exist."""
-    ray.init(
-        "local",
-        num_cpus=4,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

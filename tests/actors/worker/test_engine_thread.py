@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.worker.engine_thread import EngineThread
+from actors.worker.engine_thread import EngineThread, _Call
 from configs.schema import LapsConfig
 from engine.core import EngineCore
 from engine.cost_model import PRIOR
@@ -399,6 +399,39 @@ def test_a_window_ends_with_the_request_that_fills_it() -> None:
         assert replica.executor.plans[0].num_new_tokens == [5, 6]
 
     _run(scenario)
+
+
+@pytest.mark.parametrize("comes", ["before the turn", "after the look for calls"])
+def test_a_request_ends_the_window_that_it_fills_whenever_it_comes(
+    monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    replica = _with_a_window(num_requests=2)
+    thread = Host(replica).thread  # not started: its turn is played here
+    replica.add("a", prompt_of(5))
+    assert not replica.core.step().has_progressed, "the window is open"
+    fill = _Call(run=lambda: replica.add("b", prompt_of(6)), drop=lambda: None)
+    looks: list[float] = []
+
+    def look(_timeout_s: float) -> None:
+        assert not looks, "it waits on, although no time passes"
+        looks.append(_timeout_s)
+
+    class LateLock:
+        """The call comes when the thread has looked for calls."""
+
+        wait = staticmethod(look)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            thread._calls.append(fill)
+
+    if comes == "before the turn":
+        thread._calls.append(fill)
+    monkeypatch.setattr(thread, "_wake", LateLock())
+    thread._gather(has_called=thread._run_calls())
+    replica.core.step()
+    assert replica.executor.plans[0].num_new_tokens == [5, 6]
 
 
 def test_news_that_come_just_before_the_engine_waits_are_not_slept_through(

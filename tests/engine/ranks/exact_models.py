@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.layers import moe
+from engine.layers import decoder, moe
 from engine.layers.context import Comm
+from engine.layers.row_exchange import RowExchange
 from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
-from engine.models import llama
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
@@ -235,13 +235,50 @@ _EXCHANGE_FAULTS: dict[str, Any] = {
     "shared experts of all tokens on every rank": lambda: patch.object(
         moe, "_share_own", moe._share
     ),
-    "another rank's rows": lambda: patch.object(llama, "own_rows", _others_rows),
+    "another rank's rows": lambda: patch.object(decoder, "own_rows", _others_rows),
 }
 EXCHANGE_FAULTS = tuple(_EXCHANGE_FAULTS)
 GATHER_FAULT = "routes of another row"
 _GATHER_FAULTS: dict[str, Any] = {
     GATHER_FAULT: lambda: patch.object(moe, "gather_tokens", _other_routes),
 }
+
+
+DP_FAULTS = ("routes of another rank's rows", "another rank's outputs", "own rows alone")
+_DP_FAULTS: dict[str, Any] = {
+    DP_FAULTS[0]: lambda: patch.object(RowExchange, "gather", _other_ranks_routes),
+    DP_FAULTS[1]: lambda: patch.object(RowExchange, "scatter", _other_outputs(RowExchange.scatter)),
+    DP_FAULTS[2]: lambda: patch.object(RowExchange, "_to_all", _own_alone(RowExchange._to_all)),
+}
+
+
+def _other_ranks_routes(self: RowExchange, x: Tensor, routes: Routes) -> Gathered:
+    found: Gathered = _gather_rows(self, x, routes)
+    routes = found.routes
+    flipped = replace(routes, ids=routes.ids.flip(0), weights=routes.weights.flip(0))
+    return replace(found, routes=flipped)
+
+
+_gather_rows = RowExchange.gather
+
+
+def _other_outputs(scatter: Any) -> Any:
+    def of_others(self: RowExchange, parts: Tensor, num_rows: int) -> Tensor:
+        found: Tensor = scatter(self, parts.flip(0), num_rows)
+        return found
+
+    return of_others
+
+
+def _own_alone(to_all: Any) -> Any:
+    def of_own(self: RowExchange, own: Tensor) -> Tensor:
+        found: Tensor = to_all(self, own)
+        start = sum(self.num_rows[: self.comm.rank.index])
+        kept = torch.zeros_like(found)
+        kept[start : start + len(own)] = own
+        return kept
+
+    return of_own
 
 
 def _flipped(send_back: Any) -> Any:
@@ -279,5 +316,6 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    with (_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS)[fault]():
+    known = _FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS | _DP_FAULTS
+    with known[fault]():
         yield

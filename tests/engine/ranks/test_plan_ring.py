@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -205,6 +205,30 @@ def test_a_reader_s_last_words_come_before_its_death(name: str) -> None:
         reader._sock.close()
         told = [report for _ in range(3) for report in ring.wait_reports(PATIENCE_S)]
         assert told == [(0, b"one"), (0, b"two"), (0, None)]
+
+
+def test_reports_in_turn_wait_for_the_writer_and_are_not_lost(name: str) -> None:
+    sent = [bytes([number]) * 50_000 for number in range(64)]
+    with in_process(name) as (ring, [reader]):
+        reporting = threading.Thread(target=lambda: [reader.report_in_turn(one) for one in sent])
+        reporting.start()
+        told: list[bytes | None] = []
+        while len(told) < len(sent):
+            told += [report for _, report in ring.wait_reports(PATIENCE_S)]
+        reporting.join(PATIENCE_S)
+        assert told == sent
+
+
+def test_a_report_in_turn_says_that_nobody_reads_or_lives(name: str) -> None:
+    with in_process(name) as (ring, [reader]):
+        with suppress(BlockingIOError):
+            while True:
+                reader._sock.send(bytes(50_000))
+        with pytest.raises(RingError, match="read nothing"):
+            reader.report_in_turn(bytes(50_000))
+        ring._readers[0].close()
+        with pytest.raises(RingError, match="dead"):
+            reader.report_in_turn(b"one")
 
 
 def test_a_number_is_given_once_and_strangers_find_no_ring(name: str) -> None:

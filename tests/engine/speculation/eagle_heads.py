@@ -1,5 +1,6 @@
 """EAGLE-3 heads with random weights, and what an independent implementation makes of them."""
 
+import random
 from functools import lru_cache
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from demo_model.eagle_head import EagleHead
 from engine.build import Engine
-from engine.request import Request
+from engine.request import Request, SamplingParams
 from engine.speculation.feature_drafter import FeatureDrafter
+from tests.engine.speculation.guessed_engines import run
 from tests.harness.tiny_models import VOCAB_SIZE
 
 DRAFT_VOCAB_SIZE = 90
@@ -31,6 +33,8 @@ HEAD = {
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
 }
 NUM_LAYERS = 4
+# Settings of an engine that drafts for requests of any temperature.
+DRAFTS: dict[str, object] = {"speculation__max_temperature": 9.0, "speculation__max_drafts": 4}
 
 
 def save_head(folder: Path, *, seed: int, **settings: object) -> EagleHead:
@@ -65,6 +69,21 @@ def record_proposals(engine: Engine) -> list[tuple[list[int], list[int]]]:
     drafter.__class__ = _Recorded
     drafter.proposals = []
     return drafter.proposals
+
+
+def greedy_proposals(engine: Engine, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and drafts after them: in chunks, from a cached prefix, after accepted and rejected
+    drafts, of several rows."""
+    print("seed", seed)
+    proposals = record_proposals(engine)
+    draw = random.Random(seed)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=18)
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = [(shared + draw.choices(range(3, VOCAB_SIZE), k=k), params) for k in (1, 7, 25)]
+    run(engine, asked)
+    run(engine, [([*shared, 5, 6, 7], params), (shared, params), ([9], params)])
+    assert len(proposals) > 20
+    return proposals
 
 
 def by_text(proposals: list[tuple[list[int], list[int]]]) -> dict[tuple[int, ...], list[int]]:

@@ -1,8 +1,10 @@
 """Engines whose drafts come from a test: of an exact small model, or of the shipped one."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,9 +23,24 @@ from kernels.ops import Ops
 from tests.engine.ranks.exact_models import CPU, SnappingOps, save_whole_numbers
 from tests.harness.drafters import Guesser
 from tests.harness.in_process import Answer, answer
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 Asked = tuple[Sequence[int], SamplingParams]
+Kind = Mapping[str, Any]  # of a request: fields of its SamplingParams
+
+
+def with_shared_prefix(seed: int, kinds: Sequence[Kind]) -> list[Asked]:
+    """A request of each kind; their prompts of 35 tokens begin with the same 13."""
+    draw = random.Random(seed)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
+    given = {"max_tokens": 11, "ignore_eos": True}
+    return [
+        (
+            shared + draw.choices(range(3, VOCAB_SIZE), k=22),
+            SamplingParams(**{**given, "seed": draw.getrandbits(60), **kind}),
+        )
+        for kind in kinds
+    ]
 
 
 def _exact_attention(

@@ -16,9 +16,11 @@ from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.speculation.eagle_heads import (
+    DRAFTS,
     HEAD,
     NUM_LAYERS,
     greedy_drafts,
+    greedy_proposals,
     record_proposals,
     save_head,
 )
@@ -29,6 +31,7 @@ from tests.engine.speculation.guessed_engines import (
     run,
     save_exact_model,
     start_exact,
+    with_shared_prefix,
 )
 from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
@@ -54,36 +57,19 @@ def exact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(target: Path, head: Path, *, exact: bool = False, **overrides: object) -> Engine:
     """exact: of a model of whole numbers."""
-    drafts = {
-        "speculation__drafter": "eagle3",
-        "speculation__model_path": str(head),
-        "speculation__max_temperature": 9.0,
-        "speculation__max_drafts": 4,
-    }
+    drafts = {**DRAFTS, "speculation__drafter": "eagle3", "speculation__model_path": str(head)}
     return start_exact(target, ops=None if exact else TorchOps(), **{**drafts, **overrides})
 
 
 def test_greedy_drafts_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:
-    """In chunks, from a cached prefix, after accepted and rejected drafts, of several rows."""
     target, folder = folders
     head = EagleHead.load(folder)
-    engine = start(target, folder)
-    proposals = record_proposals(engine)
-    draw = random.Random(SEED)
-    shared = draw.choices(range(3, VOCAB_SIZE), k=18)
-    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-    asked = [(shared + draw.choices(range(3, VOCAB_SIZE), k=k), params) for k in (1, 7, 25)]
-    run(engine, asked)
-    run(engine, [([*shared, 5, 6, 7], params), (shared, params), ([9], params)])
-    print("seed", SEED)
-    assert len(proposals) > 20
-    for tokens, drafts in proposals[::3]:
+    for tokens, drafts in greedy_proposals(start(target, folder), SEED)[::3]:
         assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
 
 
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
-    draw = random.Random(SEED)
     kinds = (
         {"temperature": 0.0},
         {"temperature": 1.2},
@@ -94,21 +80,7 @@ def asked() -> list[Asked]:
         {"temperature": 1.0, "logit_bias": {4: 9.0}},
         {"temperature": 0.0, "prompt_logprobs": 1},
     )
-    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
-    return [
-        (
-            shared + draw.choices(range(3, VOCAB_SIZE), k=22),
-            SamplingParams(
-                **{
-                    "max_tokens": 11,
-                    "ignore_eos": True,
-                    "seed": draw.getrandbits(60),
-                    **kind,
-                }
-            ),
-        )
-        for kind in kinds
-    ]
+    return with_shared_prefix(SEED, kinds)
 
 
 @pytest.mark.parametrize(

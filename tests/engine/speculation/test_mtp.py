@@ -14,13 +14,14 @@ from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.ranks.exact_models import save_whole_numbers, snapped_mixtures
-from tests.engine.speculation.eagle_heads import record_proposals
+from tests.engine.speculation.eagle_heads import DRAFTS, greedy_proposals, record_proposals
 from tests.engine.speculation.guessed_engines import (
-    Asked,
+    Kind,
     assert_same,
     exact_arithmetic,
     run,
     start_exact,
+    with_shared_prefix,
 )
 from tests.engine.speculation.mtp_models import NUM_LAYERS, plain_mtp, save_mtp_model
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
@@ -38,27 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(folder: Path, *, exact: bool = False, **overrides: object) -> Engine:
     """exact: of a model of whole numbers."""
-    drafts = {
-        "speculation__drafter": "mtp",
-        "speculation__max_temperature": 9.0,
-        "speculation__max_drafts": 4,
-    }
+    drafts = {**DRAFTS, "speculation__drafter": "mtp"}
     return start_exact(folder, ops=None if exact else TorchOps(), **{**drafts, **overrides})
 
 
 def test_greedy_drafts_are_those_of_an_independent_layer(folder: Path) -> None:
-    """In chunks, from a cached prefix, after accepted and rejected drafts, of several rows."""
-    engine = start(folder)
-    proposals = record_proposals(engine)
-    draw = random.Random(SEED)
-    shared = draw.choices(range(3, VOCAB_SIZE), k=18)
-    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-    asked = [(shared + draw.choices(range(3, VOCAB_SIZE), k=k), params) for k in (1, 7, 25)]
-    run(engine, asked)
-    run(engine, [([*shared, 5, 6, 7], params), (shared, params), ([9], params)])
-    print("seed", SEED)
-    assert len(proposals) > 20
-    for tokens, drafts in proposals[::3]:
+    for tokens, drafts in greedy_proposals(start(folder), SEED)[::3]:
         assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts)), tokens
 
 
@@ -81,16 +67,13 @@ def test_no_answer_changes(tmp_path: Path, overlap: bool) -> None:
     """Also preempted, and from cached prefixes."""
     save_mtp_model(tmp_path, seed=SEED)
     save_whole_numbers(tmp_path, SEED)
-    draw = random.Random(SEED)
-    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
-    kinds = ({"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 0.7, "top_k": 8})
-    asked: list[Asked] = [
-        (
-            shared + draw.choices(range(3, VOCAB_SIZE), k=22),
-            SamplingParams(max_tokens=11, ignore_eos=True, seed=draw.getrandbits(60), **kind),
-        )
-        for kind in (*kinds, {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1})
+    kinds: list[Kind] = [
+        {"temperature": 0.0},
+        {"temperature": 1.2},
+        {"temperature": 0.7, "top_k": 8},
+        {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1},
     ]
+    asked = with_shared_prefix(SEED, kinds)
     print("seed", SEED)
     with exact_arithmetic(), snapped_mixtures():
         expected = run(start_exact(tmp_path, speculation__drafter="none"), asked)

@@ -96,8 +96,8 @@ def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets."""
     library = SimpleNamespace(flash_attn_varlen_func=_attend)
     with (
-        patch("kernels.attention.widened.why_not", lambda *_: None),
-        patch("kernels.attention.widened.import_library", lambda **_: library),
+        patch("kernels.attention.flash_attn.why_not", lambda *_: None),
+        patch("kernels.attention.flash_attn.import_library", lambda **_: library),
     ):
         for rows in PROMPTS.values():
             _check(rows, (4, 2), 64, block_size=16, dtype=torch.float32, device="cpu")

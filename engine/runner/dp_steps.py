@@ -1,0 +1,59 @@
+"""DP attention: what a rank does in a step follows from all ranks' plans, which each of them has.
+
+Every rank has rows, blocks and tables of its own, and computes its own plan; in each layer with
+experts it exchanges rows with all others (engine/layers/row_exchange.py). So a rank without rows
+takes part, too, with one row of padding. Whether a graph is replayed, and of which size, is one
+decision for all ranks, because it says how many rows each of them exchanges. Knows no tables.
+"""
+
+from dataclasses import dataclass
+
+from engine.layers.context import Comm
+from engine.layers.row_exchange import RowExchange
+from engine.plan import StepPlan
+from engine.runner.graph_sizes import GraphSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpStep:
+    """One step as a rank sees it."""
+
+    own: StepPlan
+    num_tokens: tuple[int, ...]  # of each rank; 1 = also of one without rows
+    is_decode: bool  # all ranks that have rows decode
+    is_idle: bool  # no rank has rows
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.num_tokens)
+
+
+class DpSteps:
+    """Reads the plans of all ranks for one of them."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def of(self, plan: StepPlan) -> DpStep:
+        """plan: of all ranks (`of_ranks`); or of one, if every rank has the same."""
+        rank = self._comm.rank
+        plans = plan.of_ranks or [plan] * rank.size
+        assert len(plans) == rank.size, f"step {plan.step}: {len(plans)} plans, {rank.size} ranks"
+        busy = [one for one in plans if one.rows]
+        return DpStep(
+            own=plans[rank.index],
+            num_tokens=tuple([max(one.num_tokens, 1) for one in plans]),
+            is_decode=all(one.is_decode for one in busy),
+            is_idle=not busy,
+        )
+
+    def exchange(self, step: DpStep, size: GraphSize | None) -> RowExchange:
+        """size: of the graph that ranks replay in this step; None = they replay none."""
+        if size is not None:
+            return RowExchange.padded(self._comm, size.num_tokens)
+        has_prompts = not step.is_decode
+        return RowExchange.of_rows(self._comm, step.num_tokens, has_prompts=has_prompts)
+
+    def padded(self, num_rows: int) -> RowExchange:
+        """Of a graph of so many tokens."""
+        return RowExchange.padded(self._comm, num_rows)

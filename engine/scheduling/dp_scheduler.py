@@ -1,0 +1,253 @@
+"""DP attention: one scheduler a rank, and the rank that a new request goes to.
+
+Every rank has requests, rows, blocks and a prefix index of its own. So each has a whole scheduler:
+queue, reserve, preemption and conservation are those of one worker, and none knows of the others.
+All are here, in rank 0's process: a step's plan holds the plans of all ranks, which every rank gets
+(`StepPlan.of_ranks`), and no rank has to ask another what it does.
+
+    add()     -> choose_rank -> that rank's scheduler, for good
+    plan()    -> each scheduler's plan, or an empty one where it has none
+    commit()  -> each scheduler that had one, with its rank's result
+
+A step takes as long as the rank with the most tokens. Only that rank's cost model learns from it.
+Limits (rows, tokens of a step, the queue) are each rank's. Knows no tensors.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import msgspec
+
+from engine.cost_model import StepCosts, StepWork
+from engine.kv.rank_caches import RankCaches
+from engine.messages import ShortLoad
+from engine.plan import StepPlan, StepResult, empty_plan
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import BlockHasher, SchedulerStatistics, StepOutput
+from engine.scheduling.drafting import Drafting
+from engine.scheduling.host_loads import HostLoadStatistics
+from engine.scheduling.prompt_scheduling import QueuedWork
+from engine.scheduling.scheduler import Scheduler
+
+_NOT_PLANNED = -1  # the step of the empty plan of a rank whose scheduler has none
+_LEAD_SHARE = 4  # a rank may have a quarter more requests than the one with the fewest, and one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOffer:
+    """What a new request would find on one rank."""
+
+    num_requests: int  # that wait or run
+    num_tokens_before: int  # that are to be computed before it, and of itself without cached ones
+    has_room: bool  # for its blocks, now
+    num_available_blocks: int
+
+
+def choose_rank(offers: Sequence[RankOffer]) -> int:
+    """Where its prompt is computed first, among ranks that have few requests.
+
+    A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
+    """
+    fewest = min(offer.num_requests for offer in offers)
+    limit = fewest + 1 + fewest // _LEAD_SHARE
+
+    def cost(rank: int) -> tuple[int, ...]:
+        offer = offers[rank]
+        return (
+            int(not offer.has_room),
+            offer.num_tokens_before,
+            offer.num_requests,
+            -offer.num_available_blocks,
+        )
+
+    candidates = [rank for rank, offer in enumerate(offers) if offer.num_requests <= limit]
+    return min(candidates, key=cost)
+
+
+class DpScheduler:
+    """To the step loop it is one `Scheduler`; engine thread only."""
+
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        caches: RankCaches,
+        hasher: BlockHasher,
+        block_size: int,
+    ) -> None:
+        """schedulers: one a rank, each over its cache in `caches`; none drafts or hands over."""
+        assert len(schedulers) == len(caches.of_rank), "a scheduler and a cache for each rank"
+        self.of_rank = schedulers
+        self._caches = caches
+        self._hasher = hasher
+        self._block_size = block_size
+        self._num_steps = 0
+        self._newest_ranks: list[int] = []  # those that the newest step has plans of
+        self._has_planned = False  # at the last `plan`
+
+    # ---- entering and leaving -------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request on a rank; CapacityError if that one's queue is full."""
+        if self._caches.of_rank[0].keeps_prefixes and not request.needs_whole_prompt:
+            self._hasher.extend(request)
+        ranks = range(len(self.of_rank))
+        rank = choose_rank([self._offer(request, rank) for rank in ranks])
+        self.of_rank[rank].add(request)
+
+    def _offer(self, request: Request, rank: int) -> RankOffer:
+        counts, cache = self.of_rank[rank].statistics(), self._caches.of_rank[rank]
+        num_known, size = request.num_known_tokens, self._block_size
+        num_hits = len(cache.match(request.block_hashes[: (num_known - 1) // size]))
+        num_missing = -(-num_known // size) - num_hits
+        return RankOffer(
+            num_requests=counts.num_waiting + counts.num_running,
+            num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,
+            has_room=num_missing + counts.num_running <= cache.num_available,
+            num_available_blocks=cache.num_available,
+        )
+
+    def abort(self, key: RequestKey) -> bool:
+        """Remove a request and free what it holds; False if it is not here (any more)."""
+        return any(scheduler.abort(key) for scheduler in self.of_rank)
+
+    def requests_of(self, ingress_id: str) -> list[RequestKey]:
+        """Keys of every request of one ingress, waiting or running."""
+        return [key for scheduler in self.of_rank for key in scheduler.requests_of(ingress_id)]
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step of all ranks; None when no rank can run anything now."""
+        plans = [scheduler.plan(now_s) for scheduler in self.of_rank]
+        planned = [rank for rank, plan in enumerate(plans) if plan is not None]
+        self._has_planned = bool(planned)
+        if not planned:
+            return None
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        self._newest_ranks = planned
+        return empty_plan(step, [plan or empty_plan(_NOT_PLANNED) for plan in plans])
+
+    def index_joined(self) -> None:
+        """Nothing joins: no KV comes from other workers."""
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Commit the oldest step of every rank that had a part in it."""
+        assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
+        most = max([one.num_tokens for one in plan.of_ranks])
+        outputs = []
+        ranks = zip(self.of_rank, plan.of_ranks, result.of_ranks, strict=True)
+        for scheduler, its_plan, its_result in ranks:
+            if its_plan.step == _NOT_PLANNED:
+                continue
+            if its_plan.num_tokens < most:
+                its_result = msgspec.structs.replace(its_result, duration_s=None)
+            outputs.append(scheduler.commit(its_plan, its_result))
+        return _joined(outputs)
+
+    def take_expired(self) -> StepOutput:
+        """Failures of the requests that `plan` dropped because their deadline had passed."""
+        return _joined([scheduler.take_expired() for scheduler in self.of_rank])
+
+    # ---- observation ----------------------------------------------------------------------------
+
+    @property
+    def deferred_until_s(self) -> float | None:
+        """Set if the last `plan` had nothing but ranks that wait for short prompts."""
+        return None if self._has_planned else _earliest(s.deferred_until_s for s in self.of_rank)
+
+    @property
+    def look_due_s(self) -> float | None:
+        return _earliest(scheduler.look_due_s for scheduler in self.of_rank)
+
+    @property
+    def has_work(self) -> bool:
+        return any(scheduler.has_work for scheduler in self.of_rank)
+
+    @property
+    def drafting(self) -> Drafting:
+        """No rank drafts."""
+        return self.of_rank[0].drafting
+
+    @property
+    def is_held_for_drafts(self) -> bool:
+        return False
+
+    @property
+    def num_running(self) -> int:
+        return sum(scheduler.num_running for scheduler in self.of_rank)
+
+    @property
+    def num_free_rows(self) -> int:
+        return sum(scheduler.num_free_rows for scheduler in self.of_rank)
+
+    def owners(self) -> Iterator[tuple[str, list[int]]]:
+        """Every holder of block references, by the ids of `RankCaches`."""
+        for rank, scheduler in enumerate(self.of_rank):
+            for name, block_ids in scheduler.owners():
+                yield f"rank {rank} {name}", self._caches.numbered(rank, block_ids)
+
+    def host_statistics(self) -> HostLoadStatistics | None:
+        """There is no host tier."""
+        return None
+
+    @property
+    def costs(self) -> StepCosts:
+        """As rank 0's cost model has them."""
+        return self.of_rank[0].costs
+
+    def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None:
+        """Fit every rank's cost model to steps measured before the first request."""
+        measured = list(samples)
+        for scheduler in self.of_rank:
+            scheduler.learn(measured)
+
+    @property
+    def newest_step_s(self) -> float:
+        """Predicted duration of the step launched last, which must be in flight."""
+        return max(self.of_rank[rank].newest_step_s for rank in self._newest_ranks)
+
+    def queued_work(self) -> QueuedWork:
+        """Predicted work of the queues, which the ranks compute at the same time."""
+        works = [scheduler.queued_work() for scheduler in self.of_rank]
+        shorts = [work.short for work in works if work.short is not None]
+        short = None
+        if shorts:
+            short = ShortLoad(
+                num_waiting=sum(one.num_waiting for one in shorts),
+                queued_tokens=sum(one.queued_tokens for one in shorts),
+                queued_s=sum(one.queued_s or 0.0 for one in shorts) / len(shorts),
+            )
+        return QueuedWork(
+            queued_s=sum(work.queued_s for work in works) / len(works),
+            short=short,
+            room_s=min(work.room_s for work in works),
+        )
+
+    def statistics(self) -> SchedulerStatistics:
+        """Sums over the ranks; a step counts once for each rank that had a part in it."""
+        columns = zip(*(astuple(s.statistics()) for s in self.of_rank), strict=True)
+        return SchedulerStatistics(**dict(zip(_COUNTS, map(_total, columns), strict=True)))
+
+
+_COUNTS = [field.name for field in fields(SchedulerStatistics)]
+
+
+def _total(counts: Sequence[Any]) -> Any:  # noqa: ANN401 - numbers, or tuples of numbers
+    if isinstance(counts[0], tuple):
+        return tuple(map(sum, zip(*counts, strict=True)))
+    return sum(counts)
+
+
+def _joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    return StepOutput(
+        num_scheduled_tokens=sum(output.num_scheduled_tokens for output in outputs),
+        has_progressed=any(output.has_progressed for output in outputs),
+        tokens=[token for output in outputs for token in output.tokens],
+        failures=[failure for output in outputs for failure in output.failures],
+        left=[key for output in outputs for key in output.left],
+    )
+
+
+def _earliest(times_s: Iterable[float | None]) -> float | None:
+    return min((at_s for at_s in times_s if at_s is not None), default=None)

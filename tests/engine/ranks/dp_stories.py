@@ -1,0 +1,193 @@
+"""Engines of exact models with DP attention: the first rank schedules for all, by the real ring.
+
+Other processes import this file, which is why it leaves out what takes seconds: transformers.
+"""
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from configs.schema import SchedulerConfig
+from engine.clock import MonotonicClock
+from engine.core import EngineCore, Executor, PendingStep, StepScheduler
+from engine.kv.cache import BlockCache, check_blocks
+from engine.kv.hashes import RequestHasher
+from engine.kv.rank_caches import RankCaches
+from engine.layers.context import SINGLE_RANK, Comm
+from engine.messages import FailureRecord, TokenRecord
+from engine.models.registry import AS_PUBLISHED, WeightSource
+from engine.plan import StepPlan
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
+from engine.runner import executor as runner
+from engine.sampling.sampler import Sampler
+from engine.scheduling.dp_scheduler import DpScheduler
+from engine.scheduling.finish import FinishRules
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.ranks.exact_models import build_exact
+from tests.engine.runner.graph_story import RerunRecorder
+from tests.harness.fakes import RecordingHandoffQueue
+from tests.harness.led_ranks import LedRanks
+from tests.harness.rank_processes import RankProcesses
+
+DP_ATTENTION = WeightSource(sharing="dp_attention")
+BLOCK_SIZE = 4
+NUM_BLOCKS = 24
+MAX_ROWS = 4
+MAX_TOKENS = 16  # of a step
+MAX_MODEL_LEN = 80
+_numbers = itertools.count()
+
+
+def build_executor(
+    comm: Comm, folder: Path, source: WeightSource, *, captures: bool
+) -> runner.Executor:
+    model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
+    spec = model.spec
+    executor = runner.Executor(
+        model,
+        layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="float32"),
+        num_blocks=NUM_BLOCKS,
+        max_rows=MAX_ROWS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=MAX_TOKENS,
+        sampler=Sampler(spec.vocab_size, MAX_ROWS, spec.eos_token_ids, model.device),
+        attention=attention,
+        comm=comm,
+    )
+    if captures:
+        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=None)
+    return executor
+
+
+class _Recorded:
+    """An executor that keeps the plans."""
+
+    def __init__(self, executor: Executor, plans: list[StepPlan]) -> None:
+        self._executor, self._plans = executor, plans
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._plans.append(plan)
+        return self._executor.launch(plan)
+
+
+class ExactEngine:
+    """A step loop over an exact model, whose books are checked after every step."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        caches: Sequence[BlockCache],
+        schedulers: Sequence[Scheduler],
+        hasher: RequestHasher,
+        *,
+        overlap: bool,
+    ) -> None:
+        """With several schedulers, one for each rank."""
+        self.caches = RankCaches(caches)
+        self.schedulers = schedulers
+        self.scheduler: StepScheduler = schedulers[0]
+        if len(schedulers) > 1:
+            self.scheduler = DpScheduler(schedulers, self.caches, hasher, BLOCK_SIZE)
+        self.plans: list[StepPlan] = []
+        self.core = EngineCore(
+            self.scheduler, _Recorded(executor, self.plans), MonotonicClock(), overlap=overlap
+        )
+        self.records: dict[RequestKey, list[TokenRecord]] = {}
+        self.failures: list[FailureRecord] = []
+
+    def request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        key = RequestKey(f"{next(_numbers):032x}")
+        self.records[key] = []
+        return Request(
+            spec=RequestSpec(params=params),
+            key=key,
+            ingress_id="test",
+            tokens=list(prompt),
+            num_prompt_tokens=len(prompt),
+            arrival_s=MonotonicClock().now_s(),
+        )
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, rank: int | None = None
+    ) -> RequestKey:
+        """rank: None = where the scheduler puts it."""
+        request = self.request(prompt, params)
+        (self.scheduler if rank is None else self.schedulers[rank]).add(request)
+        return request.key
+
+    def step(self) -> None:
+        output = self.core.step()
+        for _, record in output.tokens:
+            self.records[record.key].append(record)
+        self.failures += [failure for _, failure in output.failures]
+        owners = self.scheduler.owners()
+        if len(self.schedulers) == 1:
+            check_blocks(self.caches.of_rank[0], owners)
+        else:
+            check_blocks(self.caches, owners)
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def tokens(self, key: RequestKey) -> list[int]:
+        found = self.records[key]
+        assert [record.index for record in found] == list(range(len(found)))
+        return [record.token_id for record in found]
+
+
+def _books(num_ranks: int) -> tuple[list[BlockCache], list[Scheduler], RequestHasher]:
+    caches = [
+        BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
+        for _ in range(num_ranks)
+    ]
+    hasher = RequestHasher(bytes(range(16)), model="m", dtype="float32", block_size=BLOCK_SIZE)
+    limits = SchedulerConfig(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_ROWS)
+    schedulers = [
+        Scheduler(
+            limits,
+            cache=cache,
+            hasher=hasher,
+            handoff_queue=RecordingHandoffQueue(),
+            block_size=BLOCK_SIZE,
+            finish_rules=FinishRules((), MAX_MODEL_LEN),
+        )
+        for cache in caches
+    ]
+    return caches, schedulers, hasher
+
+
+def engine_of_one_rank(folder: Path) -> ExactEngine:
+    executor = build_executor(SINGLE_RANK, folder, AS_PUBLISHED, captures=False)
+    return ExactEngine(executor, *_books(1), overlap=False)
+
+
+class DpEngine(LedRanks):
+    """The engine of `ranks`, for as long as the context is open."""
+
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        folder: Path,
+        *,
+        captures: bool = False,
+        overlap: bool = False,
+        fault: str | None = None,
+    ) -> None:
+        """fault: a mistake of the other ranks, see `planted`."""
+        super().__init__(ranks, _build_exact, folder, captures, is_exact=True, fault=fault)
+        self.engine: ExactEngine
+        self._build = partial(_build_exact, ranks.comm, folder, captures)
+        self._overlap = overlap
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        size = self.ranks.comm.rank.size
+        self.engine = ExactEngine(self.lead(self._build()), *_books(size), overlap=self._overlap)
+        return self
+
+
+def _build_exact(comm: Comm, folder: Path, captures: bool) -> Executor:
+    return build_executor(comm, folder, DP_ATTENTION, captures=captures)

@@ -1,0 +1,83 @@
+"""DP attention on two GPUs, with graphs and without: what it says is what one GPU nearly says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import Executor
+from engine.layers.context import Comm
+from engine.request import SamplingParams
+from engine.scheduling.dp_scheduler import DpScheduler
+from tests.engine.test_gpu_engine import mixed_work
+from tests.harness.in_process import answer, start_engine
+from tests.harness.led_ranks import LedRanks
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+ALONE = {
+    "model__device": "cuda",
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 12,
+    "scheduler__max_num_batched_tokens": 96,
+}
+DP = {
+    "workers__num_gpus": 1,
+    "workers__expert_parallel": True,
+    "workers__enable_dp_attention": True,
+}
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+NEXT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
+LARGEST_GAP = 0.25  # of log-probabilities: 16-bit numbers, and sums in another order
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("ranks"), "cuda") as started:
+        yield started
+
+
+def _build(comm: Comm, settings: dict[str, Any]) -> Executor:
+    return start_engine(comm, **settings).executor
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_tokens_are_those_that_one_gpu_nearly_says(
+    has_graphs: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """More requests than rows, every kind of sampling; an idle rank at the end, and at first."""
+    sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
+    settings = ALONE | {"model__path": str(tmp_path), "execution__cuda_graphs": has_graphs}
+    alone = start_engine(**settings)
+    work = [(list(range(40, 51)), GREEDY), *mixed_work(seed=7, count=60)]
+    with LedRanks(ranks, _build, settings | DP) as led:
+        engine = start_engine(ranks.comm, **settings, **DP)
+        engine.core.wrap_executor(led.lead)
+        found = [*answer(engine, work[:1]), *answer(engine, work[1:])]
+        scheduler = engine.core.scheduler
+        assert isinstance(scheduler, DpScheduler)
+        assert all(s.statistics().num_output_tokens > 100 for s in scheduler.of_rank)
+    assert all(one.finish for one in found)
+    is_greedy = [params == GREEDY for _, params in work]
+    texts = [
+        prompt + one.tokens
+        for (prompt, _), one, greedy in zip(work, found, is_greedy, strict=True)
+        if greedy
+    ]
+    assert len(texts) > 3
+    gaps = []
+    for text, scored in zip(texts, answer(alone, [(text, NEXT) for text in texts]), strict=True):
+        pieces = [piece for r in scored.records if r.prompt for piece in r.prompt.pieces]
+        chosen = [number for piece in pieces for number in piece.chosen]
+        best = [numbers[0] for piece in pieces for numbers in piece.top_logprobs]
+        assert len(chosen) == len(text) - 1
+        gaps += [b - c for b, c in zip(best, chosen, strict=True)][-GREEDY.max_tokens :]
+    assert max(gaps) < LARGEST_GAP

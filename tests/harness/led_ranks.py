@@ -1,0 +1,95 @@
+"""Ranks that follow the first by the real ring, as those of a worker do."""
+
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+from engine.core import Executor
+from engine.layers.context import Comm
+from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from tests.engine.ranks.exact_models import planted, snapped_mixtures
+from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
+
+
+def follow(
+    comm: Comm,
+    name: str,
+    is_exact: bool,
+    fault: str | None,
+    build: Callable[..., Executor],
+    *args: object,
+) -> str:
+    """All that another rank does; returns how it ended."""
+    with planted(fault), snapped_mixtures() if is_exact else nullcontext():
+        executor = build(comm, *args)
+        ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
+        try:
+            Follower(executor, ring, lambda _: None).run()
+        except RingError as error:
+            return str(error)
+        finally:
+            ring.close()
+    return "stopped"
+
+
+class LedRanks:
+    """The other ranks build and follow, for as long as the context is open."""
+
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        build: Callable[..., Executor],
+        *args: Any,
+        is_exact: bool = False,
+        fault: str | None = None,
+    ) -> None:
+        """build: of a rank's communication and `args`. fault: of theirs, see `planted`.
+
+        is_exact: their mixtures compute as those of `exact_models`.
+        """
+        self.ranks = ranks
+        self.ends: list[RankEnd] = []
+        self.has_ended = threading.Event()
+        self._given = is_exact, fault, build, *args
+        self._leading: LeadingExecutor | None = None
+        self._ring: PlanRing
+
+    def __enter__(self) -> Self:
+        name = f"test-{uuid.uuid4().hex}"
+        self._ring = PlanRing(name, self.ranks.comm.rank.size - 1, TIMEOUT_S)
+        self.ranks.start(follow, name, *self._given)
+        return self
+
+    def lead(self, executor: Executor) -> LeadingExecutor:
+        """executor: of the first rank, which built at the same time."""
+        size = self.ranks.comm.rank.size
+        for _ in range(size - 1):
+            self._ring.accept(TIMEOUT_S)
+        reports = RankReports(self._ring, size, self._note)
+        reports.start()
+        self._leading = LeadingExecutor(
+            executor, self._ring, reports, compare_every=1, patience_s=TIMEOUT_S
+        )
+        return self._leading
+
+    def _note(self, end: RankEnd) -> None:
+        self.ends.append(end)
+        self.has_ended.set()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._leading is not None and not self.has_ended.is_set():
+            self._leading.stop()
+            if kind is None:
+                assert set(self.ranks.answers()) == {"stopped"}
+        if self._leading is not None:
+            assert self.has_ended.wait(TIMEOUT_S), "the reports' thread ends with its followers"
+        self._ring.close()
