@@ -85,8 +85,12 @@ class RayMachines:
 
     def run(self, machine: Machine, command: str, timeout_s: float = START_S) -> str:
         """Runs a command of a shell on a machine, as its user would."""
+        return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], self.user(machine), timeout_s)
+
+    def user(self, machine: Machine) -> dict[str, str]:
+        """The environment of a machine's user."""
         assert self.head is not None, "no machine was started"
-        variables = {
+        return {
             "HOME": HOME,
             "RAY_HEAD_IP": self.head.address,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -97,7 +101,6 @@ class RayMachines:
             **self._shifted_clock(machine),
             **self.environment,
         }
-        return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], variables, timeout_s)
 
     def deploy(self, config: Mapping[str, object], model: Path, route_prefix: str = "/") -> None:
         """Deploys as the operations page says, from the head; returns when Serve has taken it."""

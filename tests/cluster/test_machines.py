@@ -10,13 +10,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from actors.ingress.closed_haproxy import BUNDLED, SILENT_S, closed_arguments
-from load_tests.testbed.deployed import free_port, wait_until
+from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
 from load_tests.testbed.listeners import Listener, listeners, unexpected
 from load_tests.testbed.machines import Machine, Network, network, why_not
-from load_tests.testbed.ray_machines import why_no_shifted_clocks
-from tests.cluster.on_machines import MachinesWithApplication, assert_answers_are_right
+from load_tests.testbed.ray_machines import HOME, RayMachines, why_no_shifted_clocks
+from tests.cluster.on_machines import (
+    APPLICATION,
+    HTTP_PORT,
+    MachinesWithApplication,
+    assert_answers_are_right,
+    is_ready,
+)
 
 pytestmark = [
     pytest.mark.nightly,
@@ -200,6 +207,33 @@ def test_an_application_over_machines_whose_clocks_differ(
     doors = system.wait_doors(60)
     for _ in range(3):
         assert_answers_are_right(doors)
+
+
+def test_a_driver_deploys_to_a_cluster_that_runs(machines: Network) -> None:
+    """By the words of docs/operations.md, on the head; a SIGTERM ends the application, not Ray."""
+    cluster = RayMachines(machines)
+    head = cluster.start("head", num_cpus=0)
+    for name in ("alpha", "beta"):
+        cluster.start(name, num_cpus=1)
+    (head.disk / "tmp" / "my.yaml").write_text(yaml.safe_dump(APPLICATION))
+    url = f"http://{head.address}:{HTTP_PORT}"
+    settings = cluster.user(head) | {
+        "PATH": f"{HOME}/laps-venv/bin:/usr/bin:/bin",
+        "RAY_AUTH_MODE": "token",
+        "RAY_ADDRESS": f"{head.address}:6379",
+    }
+    words = f"serve run serve_app:build config=/tmp/my.yaml model={MODEL} host=0.0.0.0"
+    driver = subprocess.Popen(head.command(["sh", "-c", f"cd {ROOT} && exec {words}"], settings))
+    try:
+        wait_until(lambda: is_ready(url) or driver.poll() is not None, "it can serve", 180)
+        assert_answers_are_right([url])
+        [pid] = head.run(["pgrep", "-f", "serve run serve_app:build"], {}).split()
+        head.run(["kill", "-TERM", pid], {})
+        assert driver.wait(60) == 0
+        assert "ALIVE" in cluster.ray(head, "list nodes --address http://127.0.0.1:8265")
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 def test_a_machine_that_is_drained_is_left_before_it_ends(machines: Network) -> None:
