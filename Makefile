@@ -11,6 +11,8 @@ PORT    := $(or $(LAPS_PORT),8000)
 # A local Ray cluster of our own needs no token; see "Ray clusters" in docs/operations.md for others.
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Tests start hundreds of processes, none of which should compile again what another has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST  := $(VENV)/bin/python -m pytest --durations 10
 
