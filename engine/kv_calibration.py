@@ -3,8 +3,9 @@
     python -m engine.kv_calibration MODEL TEXT [TEXT ...] --output scales.safetensors
     python -m engine.kv_calibration MODEL TEXT --output scales.safetensors --device cuda
 
-The file is for `cache.kv_scales`; it has all KV heads, so it serves any number of ranks. A scale is
-the largest number of the head, times the margin, by 448: e4m3's largest. A margin of 2 costs the
+The file is for `cache.kv_scales`; it has all KV heads, so it serves any number of ranks. Of latent
+attention it has one scale for a layer's latents and one for its rotated keys. A scale is the
+largest number of the head, times the margin, by 448: e4m3's largest. A margin of 2 costs the
 smallest numbers a bit, and leaves room for texts that reach further.
 """
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models.kv_scales import write_kv_scales
+from engine.models.kv_scales import num_scaled_heads, write_kv_scales
 from engine.models.llama import attention_shape
 from engine.models.registry import build_model
+from engine.models.spec import ModelSpec, load_spec
 from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
@@ -34,16 +36,14 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def largest_numbers(folder: Path, prompts: Sequence[Sequence[int]], device: str) -> Tensor:
-    """fp32 [layers, 2, KV heads] on the host: the largest sizes of K and V in all prompts.
+    """fp32, as scales are, on the host: the largest sizes of K and V in all prompts.
 
-    Each prompt is one step of at most `WINDOW` tokens. Raises ConfigError for latent attention.
+    Each prompt is one step of at most `WINDOW` tokens.
     """
     on_gpu = device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = build_model(folder, dtype=dtype, device=torch.device(device))
     spec = model.spec
-    if spec.latent is not None:
-        raise ConfigError(f"{folder}: latent attention (MLA) has no K and V with heads to scale")
     longest = max(map(len, prompts))
     assert longest <= min(WINDOW, spec.max_model_len), f"a prompt of {longest} tokens"
     layout = spec.kv_layout(block_size=BLOCK_SIZE, dtype="bfloat16" if on_gpu else "float32")
@@ -64,14 +64,22 @@ def largest_numbers(folder: Path, prompts: Sequence[Sequence[int]], device: str)
             fixed_tile=False,
         ),
     )
-    largest = torch.zeros((spec.num_layers, 2, spec.num_kv_heads), device=model.device)
+    largest = torch.zeros((spec.num_layers, 2, num_scaled_heads(spec)), device=model.device)
     for prompt in prompts:
         executor.forward_logits(_plan(prompt, layout.num_blocks_for(len(prompt))))
         # What no prompt has written yet is zero, what an earlier one wrote has been counted.
-        found = executor.kv_store.tensor.float().abs().amax(dim=(0, 3, 5))
-        largest = torch.maximum(largest, found)
+        largest = torch.maximum(largest, _largest(executor.kv_store.tensor, spec))
         executor.launch(release_step(1)).wait()
     return largest.cpu()
+
+
+def _largest(store: Tensor, spec: ModelSpec) -> Tensor:
+    """fp32 [layers, 2, heads with scales] of [blocks, layers, planes, block_size, heads, width]."""
+    latent = spec.latent
+    sizes = [spec.head_dim] if latent is None else [latent.rank, latent.rope_dim]
+    return torch.cat(
+        [part.float().abs().amax(dim=(0, 3, 5)) for part in torch.split(store, sizes, 5)], dim=1
+    )
 
 
 def _plan(prompt: Sequence[int], num_blocks: int) -> StepPlan:
@@ -118,7 +126,7 @@ def main() -> None:
         windows += [ids[i : i + WINDOW - 1] for i in range(0, len(ids), WINDOW - 1)]
     prompts = windows[:: max(1, len(windows) // args.prompts)][: args.prompts]
     scales = scales_for(largest_numbers(args.model, prompts, args.device), args.margin)
-    write_kv_scales(args.output, scales)
+    write_kv_scales(args.output, scales, is_latent=load_spec(args.model).latent is not None)
     print(
         f"{args.output}: {scales.numel()} scales from {scales.min():.3g} to {scales.max():.3g},"
         f" of {sum(map(len, prompts))} tokens in {len(prompts)} prompts"

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.errors import ConfigError
 from engine.kv.layout import KvLayout
 from engine.models.eagle3 import read_eagle3
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
@@ -27,14 +26,9 @@ def _load_spec(config: AppConfig) -> ModelSpec:
 
 
 def load_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
-    """fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed."""
+    """As of `load_kv_scales`; None = K and V are kept as they are computed."""
     if config.cache.kv_dtype == "auto":
         return None
-    if spec.latent is not None:
-        raise ConfigError(
-            "cache.kv_dtype: fp8_e4m3 is for K and V with heads; latent attention (MLA) keeps one"
-            " short vector a token, as it is computed: leave it at auto"
-        )
     return load_kv_scales(
         Path(config.model.path),
         spec,

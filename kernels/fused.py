@@ -77,10 +77,11 @@ class TritonOps:
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor]:
         """q: [T, heads, nope + rope], kv: [T, rank + rope]; both overwritten and returned."""
         return rotate_and_store_latent(
-            q, kv, norm, rotary.cos_sin, rotary.positions, store, layer, slots
+            q, kv, norm, rotary.cos_sin, rotary.positions, store, layer, slots, scales
         )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -89,12 +89,14 @@ class Ops(Protocol):
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Normalises the latent, rotates q and the key, writes both to the store; returns q, kv.
 
         q: [T, heads, nope + rope], of which the end is rotated; kv: [T, rank + rope]. Both may have
         a larger token stride and may be overwritten; pairs stay where they are. Returns q as given
-        and kv as [T, 1, rank + rope]. store: [blocks, layers, 1, block_size, 1, rank + rope].
+        and kv as [T, 1, rank + rope]. store: [blocks, layers, 1, block_size, 1, rank + rope]; with
+        `scales` of uint8, e4m3 numbers of what is returned.
         """
         ...
 

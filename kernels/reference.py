@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from kernels.kv.append import kv_append, latent_append, slot_lines
-from kernels.kv.scales import KvScales, to_e4m3
+from kernels.kv.scales import KvScales, of_latent, to_e4m3
 from kernels.ops import HeadNorms, LatentNorm
 from kernels.quant import coded_tokens
 from kernels.quant.coded_tokens import CodedTokens, InputForm
@@ -94,10 +94,12 @@ class _KvTargets:
     # int64 [planes, S]  see kernels/kv/append.py
     lines: Tensor
 
-    def append_latent(self, latent: Tensor, layer: int) -> None:
-        """latent: [T, 1, width]; writes it to the store."""
+    def append_latent(self, latent: Tensor, layer: int, inverse: Tensor | None) -> None:
+        """latent: [T, 1, width]; writes it to the store, as e4m3 numbers with inverse [width]."""
         if self.tokens is not None:
             latent = latent.index_select(0, self.tokens)
+        if inverse is not None:
+            latent = to_e4m3(latent, inverse)
         latent_append(latent, self.store, layer, self.lines)
 
     def append(self, k: Tensor, v: Tensor, layer: int, scales: KvScales | None) -> None:
@@ -193,6 +195,7 @@ class TorchOps:
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor]:
         """q: [T, heads, nope + rope], kv: [T, rank + rope]; returns new ones."""
         rope_dim, rank = rotary.cos.shape[-1], norm.weight.shape[0]
@@ -201,7 +204,8 @@ class TorchOps:
         q_end, key = (rotate(x, rotary.cos, rotary.sin) for x in (q[..., -rope_dim:], key))
         q = torch.cat((q[..., :-rope_dim], q_end), dim=-1)
         kept = torch.cat((rms_norm(latent, norm.weight, norm.eps), key), dim=-1)
-        rotary.kv_targets(slots, store).append_latent(kept, layer)
+        inverse = None if scales is None else of_latent(scales.inverse[layer], rank, rope_dim)
+        rotary.kv_targets(slots, store).append_latent(kept, layer, inverse)
         return q, kept
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

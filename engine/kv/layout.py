@@ -68,10 +68,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return cls(block_size=block_size, kinds=kinds, scales=scales)
 
     @classmethod
-    def latent(cls, *, num_layers: int, block_size: int, width: int, dtype: KvDtype) -> Self:
+    def latent(
+        cls, *, num_layers: int, block_size: int, width: int, dtype: KvDtype, scales: str = ""
+    ) -> Self:
         """Layout of a model whose layers all keep one vector of `width` a token for all heads."""
         plane = KvPlane(name="latent", num_heads=1, width=width, dtype=dtype)
-        return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=(plane,)),))
+        kinds = (KvLayers(num_layers=num_layers, planes=(plane,)),)
+        return cls(block_size=block_size, kinds=kinds, scales=scales)
 
     def with_features(self, width: int) -> "KvLayout":
         """The same with room for a vector of `width` elements a token."""

@@ -46,8 +46,8 @@ _TORCH_DTYPES = {
     "fp8_e4m3": torch.uint8,  # not every operation on blocks knows the type of these bytes
 }
 # The widest integer that divides a block's bytes: fewer, wider words make the digest cheaper.
-# int32 always divides: a block has K and V of even width, or a latent of even width with elements
-# of at least two bytes.
+# int32 divides all but latents of e4m3 numbers in blocks of few tokens: a block has K and V of even
+# width, or a latent of even width.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
 
 
@@ -214,7 +214,13 @@ class KvStore:
 
 
 def _word_bytes(layout: KvLayout) -> int:
-    return next(size for size in _WORD_DTYPES if layout.block_bytes % size == 0)
+    for size in _WORD_DTYPES:
+        if layout.block_bytes % size == 0:
+            return size
+    raise ConfigError(
+        f"cache.block_size: blocks of {layout.block_bytes} bytes do not divide into words of"
+        f" {min(_WORD_DTYPES)}; set it to a multiple of {min(_WORD_DTYPES)}"
+    )
 
 
 def _blocks_in(shared: SharedMemory, layout: KvLayout) -> Tensor:

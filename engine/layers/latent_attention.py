@@ -101,7 +101,7 @@ class LatentAttention:
         self, q: Tensor, kv: Tensor, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, kept = self._ops.rotate_and_store_latent(
-            q, kv, self._kv_norm, ctx.rotary[0], ctx.kv_store, self._layer, ctx.slots
+            q, kv, self._kv_norm, ctx.rotary[0], ctx.kv_store, self._layer, ctx.slots, ctx.kv_scales
         )
         return q, kept, kept[..., :0]
 
@@ -109,7 +109,13 @@ class LatentAttention:
         """Returns [T, heads * value_dim]."""
         attention: LatentBackend = ctx.attention
         return attention.run(
-            tokens.q, tokens.k, self._up, self._layer, ctx.kv_store, ctx.attention_metadata
+            tokens.q,
+            tokens.k,
+            self._up,
+            self._layer,
+            ctx.kv_store,
+            ctx.attention_metadata,
+            scales=ctx.kv_scales,
         )
 
     def output(self, attended: Tensor, ctx: ForwardContext) -> Tensor:

@@ -31,6 +31,10 @@ from engine.layers.token_exchange import (
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes, Selection
+from kernels.moe.shared import SharedMatrices
+
+# Of more tokens each would read all of the shared expert.
+MAX_JOINED_TOKENS = 1
 
 
 class Router(Protocol):
@@ -43,24 +47,34 @@ class Router(Protocol):
 class SharedOutput:
     """The output of the expert that all tokens pass; sigmoid(gate) * output is added."""
 
-    # [T, hidden]
-    output: Tensor
+    # [T, hidden]; or the expert itself, which the kernels of the others compute along with them
+    output: Tensor | SharedMatrices
     # [T, 1]; None = all of the output is added
     gate: Tensor | None
+
+    @property
+    def computed(self) -> Tensor:
+        assert isinstance(self.output, Tensor), "the expert is still to be computed"
+        return self.output
 
 
 class SharedExpert:
     """An expert that all tokens pass, with a gate of its own or without."""
 
-    __slots__ = ("_gate", "_mlp")
+    __slots__ = ("_gate", "_joined", "_mlp")
 
-    def __init__(self, *, mlp: FeedForward, gate: Linear | None) -> None:
-        """gate: hidden -> 1."""
+    def __init__(
+        self, *, mlp: FeedForward, gate: Linear | None, joined: SharedMatrices | None = None
+    ) -> None:
+        """gate: hidden -> 1. joined: see `Experts.join`."""
         self._mlp = mlp
         self._gate = gate
+        self._joined = joined
 
     def __call__(self, x: Tensor, lane: int) -> SharedOutput:
         gate = None if self._gate is None else self._gate(x, lane)
+        if self._joined is not None and len(x) <= MAX_JOINED_TOKENS:
+            return SharedOutput(output=self._joined, gate=gate)
         return SharedOutput(output=self._mlp(x, lane), gate=gate)
 
 
@@ -68,6 +82,12 @@ class Experts(Protocol):
     @property
     def token_sizes(self) -> tuple[int, ...]:
         """See `FeedForward.token_sizes`."""
+        ...
+
+    def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
+        """The expert that all tokens pass, if the kernels of steps of up to `MAX_JOINED_TOKENS`
+        tokens compute it along with a token's others; None = it is computed by itself.
+        """
         ...
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
@@ -91,6 +111,10 @@ class HeldExperts:
     @property
     def token_sizes(self) -> tuple[int, ...]:
         return self._experts.token_sizes
+
+    def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
+        """Never: a token may have none of these experts."""
+        return None
 
     @property
     def own(self) -> tuple[Experts, int]:
@@ -229,7 +253,7 @@ class Mixture:
         assert parts is not None
         total = add_parts(parts, sent)
         if shared is not None:
-            total = reference.combine(total[:, None], shared.output, shared.gate)
+            total = reference.combine(total[:, None], shared.computed, shared.gate)
         flow.x = total.to(flow.x.dtype)
 
     def _gather(self, flow: Flow) -> None:
@@ -263,7 +287,7 @@ class Mixture:
         assert parts is not None
         flow.x = parts
         if shared is not None:
-            flow.x = reference.combine(parts[:, None], shared.output, shared.gate)
+            flow.x = reference.combine(parts[:, None], shared.computed, shared.gate)
 
     @property
     def _own(self) -> tuple[Experts, int]:
@@ -289,7 +313,7 @@ def _share_own(expert: SharedExpert, flow: Flow) -> None:
     num_tokens, comm = len(flow.x), flow.ctx.comm
     own = expert(own_rows(flow.x, comm), flow.ctx.lane)
     flow.shared = SharedOutput(
-        output=spread_rows(own.output, num_tokens, comm),
+        output=spread_rows(own.computed, num_tokens, comm),
         gate=None if own.gate is None else spread_rows(own.gate, num_tokens, comm),
     )
 
@@ -367,8 +391,12 @@ class TorchExperts:
         self._gate_up = gate_up
         self._down = down
 
+    def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
+        """Never: torch has a product for each."""
+        return None
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)
         if shared is None:
             return reference.combine(outputs)
-        return reference.combine(outputs, shared.output, shared.gate)
+        return reference.combine(outputs, shared.computed, shared.gate)

@@ -1,7 +1,8 @@
 """A mixture of experts on a CUDA device: which kernels of `kernels.moe` compute a step.
 
     route -> align -> gate and up -> down -> sum        by sorted routes
-    route -> gate and up -> down and sum                up to a few tokens, unless quantised
+    route -> gate and up -> down and sum                up to a few tokens, unless quantised;
+                                                        of one token, the shared expert's too
 
 Quantised experts are decoded on their way to the matrix units, those of 4 bits in steps of many
 tokens to matrices first. Inputs are never rounded.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.moe import SharedOutput
+from engine.layers.moe import MAX_JOINED_TOKENS, SharedOutput
 from engine.layers.quantized_cuda import check_dtype, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
@@ -31,6 +32,7 @@ from kernels.moe.grouped import ExpertWeight, grouped_down, grouped_gate_up
 from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_experts, supports_mxfp4
 from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
+from kernels.moe.shared import SharedMatrices
 from kernels.moe.tiles import (
     ExpertShape,
     Tile,
@@ -158,17 +160,28 @@ class TritonExperts:
         ends = {*self._plan.ends, *combine.TOKEN_SIZES, FEW_TOKENS, *of_routes} - {0}
         return tuple(sorted({1, *ends, max(ends) + 1}))
 
+    def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
+        """See `Experts`: if it is as large as one or several of these, and computed alike."""
+        if self._plan.few_up_to < MAX_JOINED_TOKENS or self._form.gate is not None:
+            return None
+        own = self._down
+        if not isinstance(own, Tensor):
+            return None
+        for weight in (gate_up, down):
+            is_plain = weight.scales is None and weight.bias is None
+            if not is_plain or weight.data.dtype != own.dtype or not weight.data.is_contiguous():
+                return None
+        matrices = SharedMatrices(gate_up=gate_up.data, down=down.data)
+        return matrices if matrices.num_parts(own.shape[2]) > 0 else None
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x
-        output, gate = (None, None) if shared is None else (shared.output, shared.gate)
+        if num_tokens <= self._plan.few_up_to:
+            return self._compute_few(x, routes, shared)
+        output, gate = (None, None) if shared is None else (shared.computed, shared.gate)
         plan = self._plan
-        if num_tokens <= plan.few_up_to:
-            assert isinstance(self._gate_up, Tensor), "a plan of quantised experts has no few"
-            assert isinstance(self._down, Tensor)
-            inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, self._form)
-            return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
         gate_up_tile, down_tile = plan.tiles(num_tokens)
         makes_matrices = num_tokens >= plan.matrices_from
         blocks = self._blocks(routes.ids, gate_up_tile.block_m)
@@ -178,6 +191,15 @@ class TritonExperts:
         weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
         outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
         return combine.combine(outputs, routes, output, gate)
+
+    def _compute_few(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
+        assert isinstance(self._gate_up, Tensor), "a plan of quantised experts has no few"
+        assert isinstance(self._down, Tensor)
+        plan, form = self._plan, self._form
+        output, gate = (None, None) if shared is None else (shared.output, shared.gate)
+        joined = output if isinstance(output, SharedMatrices) else None
+        inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, form, joined)
+        return few_down(inner, self._down, routes, plan.few_down, output, gate, form)
 
     def _blocks(self, ids: Tensor, block_m: int) -> Blocks:
         if ids.shape == (1, self._num_active):

@@ -6,14 +6,19 @@
     model.layers.3.self_attn.k_proj.output_scale   AutoFP8, Quark
     model.layers.3.self_attn.kv_scale          AutoFP8 before: of both
 
-and v likewise. Each is what a stored number is multiplied with. A file of scales has the first of
-these names (`write_kv_scales`). Where nothing is found every scale is 1, which a warning says.
+and v likewise. Latent attention keeps latents and rotated keys. A published k_scale is of both, and
+v_scale of nothing that is kept; in a file of its own each has its scale:
+
+    model.layers.3.self_attn.latent_scale, model.layers.3.self_attn.rotated_key_scale
+
+Each is what a stored number is multiplied with. A file of scales has the first of these names, or
+the last two (`write_kv_scales`). Where nothing is found every scale is 1, which a warning says.
 """
 
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,11 +35,21 @@ from engine.ranks.rank import Rank
 
 logger = logging.getLogger(__name__)
 
-_PLANES = "kv"
 _NAME = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."
-    r"(?:(?:attn\.|[kv]_proj\.)?(?P<plane>k|v|kv)_scale|(?P<output>[kv])_proj\.output_scale)"
+    r"(?:(?:attn\.|[kv]_proj\.)?(?P<plane>k|v|kv|latent|rotated_key)_scale"
+    r"|(?P<output>[kv])_proj\.output_scale)"
 )
+# Planes, as written, and what a scale of each name is of.
+_OF_HEADS: dict[str, tuple[int, ...]] = {"k": (0,), "v": (1,), "kv": (0, 1)}
+_OF_LATENTS: dict[str, tuple[int, ...]] = {
+    "latent": (0,),
+    "rotated_key": (1,),
+    "k": (0, 1),
+    "v": (),
+    "kv": (0, 1),
+}
+_NUM_PLANES = 2
 _CALIBRATE = (
     "`python -m engine.kv_calibration` writes a file of scales, and cache.kv_scales names it"
 )
@@ -43,8 +58,9 @@ _CALIBRATE = (
 def load_kv_scales(folder: Path, spec: ModelSpec, *, file: Path | None, is_random: bool) -> Tensor:
     """fp32 [layers, 2, KV heads] of the whole model, from `file`, or from the model's folder.
 
-    is_random: the folder's weights are not used, nor are its scales. Raises ConfigError for scales
-    that are missing in part, are not positive, or are of another format or model.
+    With latent attention [layers, 2, 1], of latents and of rotated keys. is_random: the folder's
+    weights are not used, nor are its scales. Raises ConfigError for scales that are missing in
+    part, are not positive, or are of another format or model.
     """
     if file is not None:
         return _all_scales(str(file), spec, _read(file, spec))
@@ -60,17 +76,27 @@ def load_kv_scales(folder: Path, spec: ModelSpec, *, file: Path | None, is_rando
         " is above 448 is cut off; %s",
         _CALIBRATE,
     )
-    return torch.ones(spec.num_layers, len(_PLANES), spec.num_kv_heads)
+    return torch.ones(spec.num_layers, _NUM_PLANES, num_scaled_heads(spec))
 
 
-def write_kv_scales(path: Path, scales: Tensor) -> None:
-    """Writes what `load_kv_scales` reads; scales: fp32 [layers, 2, KV heads]."""
+def write_kv_scales(path: Path, scales: Tensor, *, is_latent: bool = False) -> None:
+    """Writes what `load_kv_scales` reads; scales: as that returns."""
     tensors = {
-        f"model.layers.{layer}.self_attn.{plane}_scale": of_plane.clone()
+        f"model.layers.{layer}.self_attn.{_plane_name(plane, is_latent)}_scale": of_plane.clone()
         for layer, of_layer in enumerate(scales)
-        for plane, of_plane in zip(_PLANES, of_layer, strict=True)
+        for plane, of_plane in enumerate(of_layer)
     }
     save_file(tensors, path)
+
+
+def num_scaled_heads(spec: ModelSpec) -> int:
+    """Heads with scales of their own: all KV heads; one, of all heads, with latent attention."""
+    return spec.num_kv_heads if spec.latent is None else 1
+
+
+def _plane_name(plane: int, is_latent: bool) -> str:
+    names = _OF_LATENTS if is_latent else _OF_HEADS
+    return next(name for name, planes in names.items() if planes == (plane,))
 
 
 def digest_of_scales(scales: Tensor) -> str:
@@ -101,28 +127,34 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def _all_scales(where: str, spec: ModelSpec, found: Mapping[str, Tensor]) -> Tensor:
-    scales = torch.zeros(spec.num_layers, len(_PLANES), spec.num_kv_heads)
+    is_latent, num_heads = spec.latent is not None, num_scaled_heads(spec)
+    scales = torch.zeros(spec.num_layers, _NUM_PLANES, num_heads)
     for name, tensor in found.items():
-        for layer, plane in _places(name):
-            if layer >= spec.num_layers:
-                raise ConfigError(f"{where}: {name!r} is of a layer that the model does not have")
-            scales[layer, plane] = _heads(where, name, tensor, spec.num_kv_heads)
+        layer, planes = _places(where, name, is_latent=is_latent)
+        if layer >= spec.num_layers:
+            raise ConfigError(f"{where}: {name!r} is of a layer that the model does not have")
+        for plane in planes:
+            scales[layer, plane] = _heads(where, name, tensor, num_heads)
     missing = (scales == 0).any(dim=2).nonzero().tolist()
     if missing:
         layer, plane = missing[0]
         raise ConfigError(
             f"{where}: {len(missing)} scales of K and V are missing, the first is"
-            f" model.layers.{layer}.self_attn.{_PLANES[plane]}_scale; {_CALIBRATE}"
+            f" model.layers.{layer}.self_attn.{_plane_name(plane, is_latent)}_scale; {_CALIBRATE}"
         )
     return scales
 
 
-def _places(name: str) -> Iterator[tuple[int, int]]:
-    """Layer and plane of a scale; of both planes for one that both share."""
+def _places(where: str, name: str, *, is_latent: bool) -> tuple[int, tuple[int, ...]]:
+    """Layer and planes of a scale."""
     found = _NAME.fullmatch(name)
     assert found is not None, f"{name} was found by this expression"
-    for plane in found["plane"] or found["output"]:
-        yield int(found["layer"]), _PLANES.index(plane)
+    plane, planes = found["plane"] or found["output"], _OF_LATENTS if is_latent else _OF_HEADS
+    if plane not in planes:
+        raise ConfigError(
+            f"{where}: {name!r} is of latent attention, which the model does not have"
+        )
+    return int(found["layer"]), planes[plane]
 
 
 def _heads(where: str, name: str, tensor: Tensor, num_heads: int) -> Tensor:

@@ -45,7 +45,7 @@ def build_mixture(
     return Mixture(
         router=router,
         experts=experts,
-        shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
+        shared=_build_shared(weights, experts, ops, is_deterministic=is_deterministic),
         is_replicated=spec.replicates_shared and spec.held is not None,
         gathers_tokens=spec.sharing == "gathered",
         has_dp_attention=spec.has_dp_attention and spec.held is not None,
@@ -127,7 +127,7 @@ def _form(spec: MixtureSpec, weights: LayerWeights) -> ExpertForm:
 
 
 def _build_shared(
-    weights: LayerWeights, ops: Ops, *, is_deterministic: bool
+    weights: LayerWeights, experts: Experts, ops: Ops, *, is_deterministic: bool
 ) -> SharedExpert | None:
     gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
     if gate_up is None or down is None:
@@ -135,4 +135,5 @@ def _build_shared(
     return SharedExpert(
         mlp=build_mlp(gate_up, down, ops, is_deterministic=is_deterministic),
         gate=None if gate is None else build_linear(gate, is_deterministic=is_deterministic),
+        joined=experts.join(gate_up, down),
     )

@@ -132,6 +132,7 @@ class ModelSpec:
                 block_size=block_size,
                 width=self.latent.width,
                 dtype=dtype,
+                scales=scales,
             )
         return KvLayout.with_heads(
             num_layers=self.num_layers,

@@ -68,14 +68,21 @@ def fit_half(q):  # noqa: ANN201
 
     In float16, the largest number of a query between 2^14 and 2^15; in float32 if it was.
     """
-    exponent = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 15)  # of nothing but zeros: any power will do
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    factor, inverse = fitting_powers(tl.max(tl.abs(q.to(tl.float32)), 1))
     fitted = q.to(tl.float32) * factor[:, None]
     if q.dtype != tl.float32:
         fitted = fitted.to(tl.float16)
     return fitted, inverse
+
+
+@triton.jit
+def fitting_powers(biggest):  # noqa: ANN201
+    """biggest: fp32 [n]; the powers of two that bring it between 2^14 and 2^15, and inverses."""
+    exponent = biggest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 15)  # of nothing but zeros: any power will do
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return factor, inverse
 
 
 @triton.jit
@@ -92,9 +99,9 @@ def split_queries(  # noqa: ANN201
 
 
 @triton.jit
-def dot_keys(q, q_odd, k, k_odd, IS_FP8: tl.constexpr) -> tl.tensor:
-    """Scores without their factor, [rows of q, rows of k]."""
-    scores = tl.dot(q, tl.trans(k))
+def dot_keys(q, q_odd, k, k_odd, IS_FP8: tl.constexpr, scores=None) -> tl.tensor:
+    """Scores without their factor, [rows of q, rows of k], added to `scores` if given."""
+    scores = tl.dot(q, tl.trans(k), scores)
     if IS_FP8:
         scores = tl.dot(q_odd, tl.trans(k_odd), scores)
     return scores

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.attention.phased import PhasedMetadata, Phases
 from kernels.attention.protocol import AttentionShape, GraphPlanner, StepPlanner
+from kernels.kv.scales import KvScales
 
 FLASH_HEADS = (192, 128)  # `head_sizes` for which FlashAttention-3 was compiled
 
@@ -76,12 +77,13 @@ class LatentBackend(StepPlanner, Protocol):
         store: Tensor,
         metadata: Any,  # noqa: ANN401
         out: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """Attention of every token of the step, [T, heads * value_dim], in `out` if given.
 
         q: [T, heads, nope + rope], rotated, tokens may be strided; latent_new: [T, 1, width], in
         `store` too; up: [heads, nope + value, rank]; store: [blocks, layers, 1, block_size, 1,
-        width].
+        width], with `scales` of uint8, e4m3 numbers.
         """
         ...
 
@@ -102,6 +104,7 @@ class PhasedLatent(Phases):
         store: Tensor,
         metadata: PhasedMetadata,
         out: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         if out is None:
             num_heads, rank = up.shape[0], up.shape[2]
@@ -109,7 +112,9 @@ class PhasedLatent(Phases):
             out = torch.empty((len(q), num_heads * value_dim), dtype=q.dtype, device=q.device)
         for part in metadata.parts:
             tokens = slice(part.start, part.end)
-            part.run(q[tokens], latent_new[tokens], up, layer, store, part.metadata, out[tokens])
+            part.run(
+                q[tokens], latent_new[tokens], up, layer, store, part.metadata, out[tokens], scales
+            )
         return out
 
 

@@ -8,6 +8,10 @@ computes one item for one tile; all its heads share the loads, and values are th
 Of more than 64 heads (DeepSeek-V3 has 128) each tile reads the keys, the second from L2. Parts of
 a row are combined by a second kernel, in part order: the result depends on no order of programs.
 
+Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
+float16, in which they are read (`eight_bits`). The latents' scale is part of the factor on scores
+and multiplies the means; a rotated query is multiplied by how much larger its keys' scale is.
+
 Without a split (`whole_rows`) a row's bits do not depend on its batch.
 """
 
@@ -19,18 +23,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.eight_bits import (
+    SHIFT,
+    add_values,
+    dot_keys,
+    fitting_powers,
+    joined,
+    widen_pairs,
+)
 from kernels.attention.latent import LatentShape
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
     DecodeConfig,
     DecodeWork,
+    check_store,
     key_offsets,
     open_decode,
     plan_decode,
 )
 from kernels.device import DeviceProperties, stages_that_fit
+from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _MAX_TILE_HEADS = 64
@@ -63,11 +78,37 @@ class LatentConfig:
     num_tiles: int
 
 
+@triton.jit
+def _split_queries(q_latent, q_rope, scales_ptr, layer, RANK: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Both parts' even and odd columns, the queries' factors on scores, and that on means.
+
+    Of a store without scales what is given, and ones.
+    """
+    rows: tl.constexpr = q_latent.shape[0]
+    q_latent_odd, q_rope_odd = q_latent, q_rope
+    inverse = tl.full([rows], 1.0, tl.float32)
+    mean_scale = 1.0
+    if scales_ptr is not None:
+        mean_scale = tl.load(scales_ptr + layer * 2)
+        rope = q_rope.to(tl.float32) * (tl.load(scales_ptr + layer * 2 + 1) / mean_scale)
+        latent = q_latent.to(tl.float32)
+        biggest = tl.maximum(tl.max(tl.abs(latent), 1), tl.max(tl.abs(rope), 1))
+        factor, inverse = fitting_powers(biggest)
+        latent, rope = latent * factor[:, None], rope * factor[:, None]
+        if q_latent.dtype != tl.float32:
+            latent, rope = latent.to(tl.float16), rope.to(tl.float16)
+        q_latent, q_latent_odd = tl.split(tl.reshape(latent, [rows, RANK // 2, 2]))
+        q_rope, q_rope_odd = tl.split(tl.reshape(rope, [rows, ROPE_DIM // 2, 2]))
+    return q_latent, q_latent_odd, q_rope, q_rope_odd, inverse * mean_scale, mean_scale
+
+
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _latent_decode_kernel(
     q_latent_ptr,  # [T, heads, RANK]
     q_ptr,  # [T, heads, QUERY_DIM], tokens strided; its end is rotated
-    store_ptr,  # [blocks, layers, 1, block_size, 1, RANK + ROPE_DIM]
+    # [blocks, layers, 1, block_size, 1, RANK + ROPE_DIM], of words of two e4m3 numbers with scales
+    store_ptr,
+    scales_ptr,  # fp32 [layers, 2, 1] of a store of e4m3 numbers, or None
     block_ids_ptr,
     items_ptr,
     # outputs
@@ -89,27 +130,33 @@ def _latent_decode_kernel(
     LAYER_STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    SHIFT: tl.constexpr,  # by which power of two weights are too large
+    KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     item = tl.program_id(1)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     at = items_ptr + item * _ITEM_FIELDS
     row = tl.load(at).to(tl.int64)
     part = tl.load(at + 1)
     num_parts = tl.load(at + 2)
     first_key = tl.load(at + 3)
     end_key = tl.load(at + 4)
+    ids_ptr = block_ids_ptr + tl.load(at + 5)
+    lane = tl.arange(0, TILE_KEYS)
+    # An item without work has no keys.
+    is_first_key = (first_key + lane < end_key) & (num_parts > 0)
+    blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
+    if USE_PDL:
+        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if num_parts == 0:
         return
-    ids_ptr = block_ids_ptr + tl.load(at + 5)
     if (part == 0) & (tile == 0):
         tl.store(row_parts_ptr + row * 2, item)
         tl.store(row_parts_ptr + row * 2 + 1, num_parts)
 
-    lane = tl.arange(0, TILE_KEYS)
     member = tl.arange(0, QUERY_ROWS)
     is_head = (member < TILE_HEADS)[:, None]
     heads = tile * TILE_HEADS + member
@@ -120,41 +167,50 @@ def _latent_decode_kernel(
     q_latent = tl.load(q_latent_ptr + first + within, mask=is_head, other=0.0)
     rotated = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + rope[None, :]
     q_rope = tl.load(q_ptr + row * Q_TOKEN_STRIDE + rotated, mask=is_head, other=0.0)
+    q_latent, q_latent_odd, q_rope, q_rope_odd, score_scale, mean_scale = _split_queries(
+        q_latent, q_rope, scales_ptr, layer, RANK, ROPE_DIM
+    )
+    score_scale = (score_scale * SCALE_LOG2E)[:, None]
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    rank_words: tl.constexpr = RANK // 2 if IS_FP8 else RANK
+    rope_words: tl.constexpr = ROPE_DIM // 2 if IS_FP8 else ROPE_DIM
+    of_latent = tl.arange(0, rank_words)
+    of_key = rank_words + tl.arange(0, rope_words)
 
     keys_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, RANK], tl.float32)
-    blocks = tl.load(
-        ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
-    )
+    acc = tl.zeros([QUERY_ROWS, rank_words], tl.float32)
+    acc_odd = acc
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         is_key = keys < end_key
-        offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, RANK + ROPE_DIM)
+        offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, rank_words + rope_words)
         vectors = keys_ptr + offsets[:, None]
-        latents = tl.load(vectors + rank[None, :], mask=is_key[:, None], other=0.0)
-        rotated_keys = tl.load(vectors + RANK + rope[None, :], mask=is_key[:, None], other=0.0)
+        latents = tl.load(vectors + of_latent[None, :], mask=is_key[:, None], other=0)
+        rotated_keys = tl.load(vectors + of_key[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        scores = tl.dot(q_latent, tl.trans(latents))
-        scores = tl.dot(q_rope, tl.trans(rotated_keys), scores) * SCALE_LOG2E
+        latents, latents_odd = widen_pairs(latents, q_latent.dtype, IS_FP8, KNOWS_E4M3)
+        keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
+        scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
+        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         # Each tile has a key, so the maximum is finite.
         bigger = tl.maximum(biggest, tl.max(scores, 1))
-        p = tl.exp2(scores - bigger[:, None])
+        p = tl.exp2(scores - (bigger - SHIFT)[:, None])
         shrink = tl.exp2(biggest - bigger)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(latents.dtype), latents, acc * shrink[:, None])
+        acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
         biggest = bigger
-    means = acc / total[:, None]
+    means = joined(acc, acc_odd, IS_FP8) / total[:, None] * mean_scale
     if num_parts == 1:
         tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=is_head)
     else:
         slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_HEADS
         partial = partial_ptr + (slot + member[:, None]) * RANK + rank[None, :]
         tl.store(partial, means, mask=is_head)
-        log_sums = biggest + tl.log2(total)
+        log_sums = biggest - SHIFT + tl.log2(total)
         tl.store(log_sums_ptr + slot + member, log_sums, mask=member < TILE_HEADS)
 
 
@@ -290,12 +346,19 @@ def plan_latent(work: LatentWork) -> None:
 
 
 def latent_decode(
-    q_latent: Tensor, q: Tensor, out: Tensor, layer: int, store: Tensor, work: LatentWork
+    q_latent: Tensor,
+    q: Tensor,
+    out: Tensor,
+    layer: int,
+    store: Tensor,
+    work: LatentWork,
+    scales: KvScales | None = None,
 ) -> None:
     """Row r's query is token r; writes the mean of its latents, nothing for a row without keys.
 
     q_latent: [T, heads, rank] and out: [T, heads, rank], contiguous, T >= R; q: [T, heads, nope +
-    rope], tokens may be strided. store: [blocks, layers, 1, block_size, 1, rank + rope].
+    rope], tokens may be strided. store: [blocks, layers, 1, block_size, 1, rank + rope], with
+    `scales` of uint8.
     """
     shape, split, config = work.shape, work.split, work.split.config
     items = split.items[None]
@@ -305,11 +368,14 @@ def latent_decode(
     assert out.is_contiguous(), f"out has strides {out.stride()}"
     assert q.stride()[1:] == (shape.query_dim, 1), f"q has strides {q.stride()}"
     assert store.stride()[3:] == (shape.width, shape.width, 1), f"the store: {store.stride()}"
+    check_store(q, store, scales)
+    words = store if scales is None else store.view(torch.uint16)
     use_pdl = pdl_supported(q.device)
     _latent_decode_kernel[(tiles, len(items))](
         q_latent,
         q,
-        store,
+        words,
+        None if scales is None else scales.scale,
         split.rows.block_ids,
         items,
         split.partial,
@@ -324,11 +390,13 @@ def latent_decode(
         ROPE_DIM=shape.rope_dim,
         QUERY_DIM=shape.query_dim,
         Q_TOKEN_STRIDE=q.stride(0),
-        BLOCK_SIZE=store.shape[3],
-        BLOCK_STRIDE=store.stride(0),
-        LAYER_STRIDE=store.stride(1),
+        BLOCK_SIZE=words.shape[3],
+        BLOCK_STRIDE=words.stride(0),
+        LAYER_STRIDE=words.stride(1),
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=_query_rows(tile_heads),
+        SHIFT=0.0 if scales is None else SHIFT,
+        KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -26,6 +26,7 @@ from kernels.attention.latent_prefill import (
     prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep
+from kernels.kv.scales import KvScales
 
 # Strides of what the library reads through the GPU's copy engine are multiples of it.
 _TMA_BYTES = 16
@@ -99,6 +100,7 @@ class FlashLatent:
         store: Tensor,
         metadata: LatentPrefill,
         out: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """Reads the fresh latents from `store`, like all others."""
         shape = self._shape
@@ -106,16 +108,17 @@ class FlashLatent:
             size = (len(q), shape.num_heads * shape.value_dim)
             out = torch.empty(size, dtype=q.dtype, device=q.device)
         if len(metadata.pieces) > 1:
-            latent_prefill(q, up, out, layer, store, metadata)
+            latent_prefill(q, up, out, layer, store, metadata, scales)
         else:
-            self._run_whole(q, up, layer, store, metadata, out)
+            (piece,) = metadata.pieces
+            made, vectors = made_keys(up, layer, store, piece, shape, scales)
+            self._run_whole(q, made, vectors, metadata, out)
         return out
 
     def _run_whole(
-        self, q: Tensor, up: Tensor, layer: int, store: Tensor, work: LatentPrefill, out: Tensor
+        self, q: Tensor, made: Tensor, vectors: Tensor, work: LatentPrefill, out: Tensor
     ) -> None:
-        shape, (piece,) = self._shape, work.pieces
-        made, vectors = made_keys(up, layer, store, piece, shape)
+        shape = self._shape
         self._attend(
             q=_with_aligned_rows(q),
             k=join_keys(made, vectors, shape),

@@ -30,6 +30,7 @@ from kernels.attention.latent import LatentShape
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.triton_prefill import _find_row
 from kernels.kv.append import layer_lines
+from kernels.kv.scales import KvScales, from_e4m3, of_latent
 from kernels.pdl import pdl_supported
 
 PIECE_BYTES = 512 * 2**20  # of made keys and values
@@ -262,12 +263,19 @@ def _latent_prefill_kernel(
 
 
 def latent_prefill(
-    q: Tensor, up: Tensor, out: Tensor, layer: int, store: Tensor, work: LatentPrefill
+    q: Tensor,
+    up: Tensor,
+    out: Tensor,
+    layer: int,
+    store: Tensor,
+    work: LatentPrefill,
+    scales: KvScales | None = None,
 ) -> None:
     """Writes the tokens of `work` to `out`.
 
     q: [T, heads, nope + rope], tokens may be strided; up: [heads, nope + value, rank] contiguous;
-    out: [T, heads * value] contiguous. store: [blocks, layers, 1, block_size, 1, rank + rope].
+    out: [T, heads * value] contiguous. store: [blocks, layers, 1, block_size, 1, rank + rope], with
+    `scales` of uint8.
     """
     shape = work.shape
     tokens = slice(work.first_token, work.first_token + work.num_tokens)
@@ -279,7 +287,7 @@ def latent_prefill(
     means = torch.empty((*kept, shape.value_dim), dtype=torch.float32, device=q.device)
     log_sums = torch.empty(kept, dtype=torch.float32, device=q.device)
     for number, piece in enumerate(work.pieces):
-        made, vectors = made_keys(up, layer, store, piece, shape)
+        made, vectors = made_keys(up, layer, store, piece, shape, scales)
         _attend_piece(
             q, made, vectors, piece, work, (means, log_sums, out),
             is_first=number == 0, is_last=number == len(work.pieces) - 1,
@@ -319,10 +327,18 @@ def prepare_pieces(
 
 
 def made_keys(
-    up: Tensor, layer: int, store: Tensor, piece: Piece, shape: LatentShape
+    up: Tensor,
+    layer: int,
+    store: Tensor,
+    piece: Piece,
+    shape: LatentShape,
+    scales: KvScales | None,
 ) -> tuple[Tensor, Tensor]:
     """A piece's made keys and values, [keys, heads, nope + value], and vectors, [keys, width]."""
     vectors = layer_lines(store, layer).index_select(0, piece.lines).view(-1, shape.width)
+    if scales is not None:
+        factors = of_latent(scales.scale[layer], shape.rank, shape.rope_dim)
+        vectors = from_e4m3(vectors, up.dtype).mul_(factors)  # in fp32, rounded once
     made = F.linear(vectors[:, : shape.rank], up.flatten(0, 1))
     return made.view(len(made), shape.num_heads, -1), vectors
 

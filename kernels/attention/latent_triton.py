@@ -33,6 +33,7 @@ from kernels.attention.latent_prefill import (
 from kernels.attention.protocol import AttentionStep, RowTensors
 from kernels.attention.token_rows import expand_rows, open_token_rows
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales
 from kernels.linear.by_head import product_by_head
 
 
@@ -114,6 +115,7 @@ class TritonLatent:
         store: Tensor,
         metadata: TritonLatentMetadata,
         out: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """Reads the fresh latents from `store`, like all others."""
         shape = self._shape
@@ -121,13 +123,20 @@ class TritonLatent:
             size = (len(q), shape.num_heads * shape.value_dim)
             out = torch.empty(size, dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
-            self._run_absorbed(q, up, layer, store, metadata.decode, out)
+            self._run_absorbed(q, up, layer, store, metadata.decode, out, scales)
         if metadata.prefill is not None:
-            latent_prefill(q, up, out, layer, store, metadata.prefill)
+            latent_prefill(q, up, out, layer, store, metadata.prefill, scales)
         return out
 
     def _run_absorbed(
-        self, q: Tensor, up: Tensor, layer: int, store: Tensor, work: LatentWork, out: Tensor
+        self,
+        q: Tensor,
+        up: Tensor,
+        layer: int,
+        store: Tensor,
+        work: LatentWork,
+        out: Tensor,
+        scales: KvScales | None,
     ) -> None:
         """The first tokens of `q`, one for each row of `work`."""
         shape, num_rows = self._shape, len(work.row_parts)
@@ -139,7 +148,7 @@ class TritonLatent:
         product_by_head(
             q[..., : shape.nope_dim], to_latents, q_latent, is_deterministic=is_deterministic
         )
-        latent_decode(q_latent, q, means, layer, store, work)
+        latent_decode(q_latent, q, means, layer, store, work, scales)
         product_by_head(means, to_values, out[:num_rows], is_deterministic=is_deterministic)
 
     def open_graph(

@@ -18,7 +18,7 @@ from kernels.attention.names import BackendUnavailable as BackendUnavailable
 from kernels.attention.phased import PhasedAttention, Phases
 from kernels.attention.protocol import AttentionBackend, AttentionShape, GraphAttention
 from kernels.attention.reference import ReferenceAttention
-from kernels.attention.select_latent import build_latent_attention
+from kernels.attention.select_latent import Target, build_latent_attention
 from kernels.device import DeviceProperties, device_properties
 
 _Phase = Literal["prefill", "decode"]
@@ -37,9 +37,6 @@ _FP8: dict[_Phase, tuple[str, ...]] = {
 }
 _NO_FP8 = "it is used with K and V as the model computes them, not with cache.kv_dtype fp8_e4m3"
 _NO_FP8_DECODE = "with cache.kv_dtype fp8_e4m3 it is for prompts"
-_NO_FP8_LATENTS = (
-    "latent attention (MLA) keeps its vectors as the model computes them; leave cache.kv_dtype out"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +63,15 @@ def build_attention(
     """The combined backends of both phases.
 
     fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
-    is_fp8: K and V are stored as e4m3 numbers; for prompts "flash_attn", for both phases "triton"
-    and "reference" read them.
+    is_fp8: K and V, or latents, are stored as e4m3 numbers; for prompts "flash_attn", for both
+    phases "triton" and "reference" read them.
     Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
     """
     if isinstance(shape, LatentShape):
-        if is_fp8:
-            raise BackendUnavailable(_NO_FP8_LATENTS)
-        return build_latent_attention(
-            names, shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
+        of_latents = Target(
+            shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8
         )
+        return build_latent_attention(names, of_latents, fixed_tile=fixed_tile)
     target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8)
     return _build_paged(names, target, fixed_tile=fixed_tile)
 

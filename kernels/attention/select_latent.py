@@ -22,6 +22,7 @@ from kernels.attention.names import AttentionName, AttentionNames, BackendUnavai
 from kernels.device import device_properties
 
 _BLOCK_MULTIPLE = 16
+_LEAST_LINE = 16
 _DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _NAMES = {"prefill": ("reference", "triton", "flash_attn"), "decode": ("reference", "triton")}
@@ -36,19 +37,13 @@ class Target:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    is_fp8: bool = False  # the store has e4m3 numbers
 
 
 def build_latent_attention(
-    names: AttentionNames,
-    shape: LatentShape,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    fixed_tile: bool,
+    names: AttentionNames, target: Target, *, fixed_tile: bool
 ) -> PhasedLatent:
     """As `build_attention`. Raises BackendUnavailable likewise."""
-    target = Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
     prefill_name = _resolve(names.prefill, "prefill", target, fixed_tile=fixed_tile)
     decode_name = _resolve(names.decode, "decode", target, fixed_tile=fixed_tile)
     graph = _build_triton(target, fixed_tile=fixed_tile) if decode_name == "triton" else None
@@ -60,7 +55,7 @@ def build_latent_attention(
 def automatic_name(phase: str, target: Target) -> AttentionName:
     """The meaning of "auto"."""
     device = device_properties(target.device)
-    if not device.is_gpu or target.dtype not in _DTYPES or not _has_sizes(target.shape):
+    if not device.is_gpu or target.dtype not in _DTYPES or not _has_sizes(target):
         return "reference"
     can_flash = device.capability == _HOPPER and target.shape.head_sizes == FLASH_HEADS
     return "flash_attn" if phase == "prefill" and can_flash else "triton"
@@ -73,9 +68,9 @@ def _why_not_triton(target: Target) -> str | None:
         return f"the Triton kernels compute in bfloat16 and float16, not {target.dtype}"
     if target.block_size % _BLOCK_MULTIPLE:
         return f"block size {target.block_size} is not a multiple of {_BLOCK_MULTIPLE}"
-    if not _has_sizes(target.shape):
+    if not _has_sizes(target):
         return (
-            "the Triton kernels need powers of two from 16 on; latents have"
+            f"the Triton kernels need powers of two from {_least_size(target)} on; latents have"
             f" {target.shape.rank} and rotated keys {target.shape.rope_dim} numbers"
         )
     if importlib.util.find_spec("triton") is None:
@@ -83,9 +78,14 @@ def _why_not_triton(target: Target) -> str | None:
     return None
 
 
-def _has_sizes(shape: LatentShape) -> bool:
-    sizes = shape.rank, shape.rope_dim
-    return all(size >= _BLOCK_MULTIPLE and not size & (size - 1) for size in sizes)
+def _has_sizes(target: Target) -> bool:
+    sizes = target.shape.rank, target.shape.rope_dim
+    return all(size >= _least_size(target) and not size & (size - 1) for size in sizes)
+
+
+def _least_size(target: Target) -> int:
+    """The shortest line of an operand; e4m3 numbers are read two at a time."""
+    return 2 * _LEAST_LINE if target.is_fp8 else _LEAST_LINE
 
 
 def _resolve(name: AttentionName, phase: str, target: Target, *, fixed_tile: bool) -> str:
@@ -128,7 +128,11 @@ def _build(name: str, target: Target) -> LatentBackend:
         case "flash_attn":
             return _build_flash(target)
     return ReferenceLatent(
-        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+        target.shape,
+        block_size=target.block_size,
+        dtype=target.dtype,
+        device=target.device,
+        is_fp8=target.is_fp8,
     )
 
 

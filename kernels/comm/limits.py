@@ -28,7 +28,7 @@ _MEASURED: dict[tuple[str, int], SumLimits] = {
         packets=160 * _KIB,
         one_shot=12 * _MIB,
         plain=32 * _MIB,
-        norm=32 * _MIB,
+        norm=12 * _MIB,
         stream=_TIB,
         shares=16 * _MIB,
     ),

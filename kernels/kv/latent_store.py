@@ -3,8 +3,9 @@
     latent = latent / sqrt(mean(latent^2) + eps) * weight
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     of the key and of the end of each query
 
-The latent and the rotated key of a token are then written to its slot, one vector for all heads. A
-pair are neighbours or halves, and stays where it was. All in fp32, rounded once at the end. A
+The latent and the rotated key of a token are then written to its slot, one vector for all heads, as
+they are or as e4m3 numbers of a scale of each of both (`kernels.kv.scales`). A pair are neighbours
+or halves, and stays where it was. All in fp32, rounded once at the end, and once more to e4m3. A
 token's first program computes what is kept, the others some heads of its query each; sums are taken
 in the same order in any batch. Torch twin: `kernels.reference.TorchOps.rotate_and_store_latent`.
 """
@@ -14,25 +15,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv.scales import KvScales
 from kernels.ops import LatentNorm
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import encode_e4m3, knows_e4m3
 
 _PAIRS = 1024  # of queries, a program
 _NUM_WARPS = 4
 
 
 @triton.jit
-def _rotate(
-    pointers,
-    mask,
-    cos,
-    sin,
-    kept_pointers,
-    is_kept,
-    HALF_DIM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-):
-    """Rotates pairs in place; `pointers` are those of their first numbers. Writes a copy too."""
+def _kept(x, inverse_ptr, layer, part: tl.constexpr, KNOWS_E4M3: tl.constexpr):
+    """What the store keeps of latents (part 0) or rotated keys (1)."""
+    if inverse_ptr is not None:
+        x = encode_e4m3(x.to(tl.float32) * tl.load(inverse_ptr + layer * 2 + part), KNOWS_E4M3)
+    return x
+
+
+@triton.jit
+def _rotate(pointers, mask, cos, sin, HALF_DIM: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Rotates pairs in place; `pointers` are those of their first numbers. Returns both parts."""
     apart: tl.constexpr = 1 if IS_INTERLEAVED else HALF_DIM
     x1 = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(pointers + apart, mask=mask, other=0.0).to(tl.float32)
@@ -40,8 +42,7 @@ def _rotate(
     out2 = (x2 * cos + x1 * sin).to(pointers.dtype.element_ty)
     tl.store(pointers, out1, mask=mask)
     tl.store(pointers + apart, out2, mask=mask)
-    tl.store(kept_pointers, out1, mask=mask & is_kept)
-    tl.store(kept_pointers + apart, out2, mask=mask & is_kept)
+    return out1, out2
 
 
 @triton.jit(
@@ -55,6 +56,7 @@ def _latent_store_kernel(
     positions_ptr,  # [T]
     slots_ptr,  # [T]
     store_ptr,  # [blocks, layers, 1, block_size, 1, RANK + ROPE_DIM]
+    inverse_ptr,  # fp32 [layers, 2, 1] of a store of e4m3 numbers, or None
     layer,
     eps: tl.constexpr,
     Q_TOKEN_STRIDE: tl.constexpr,
@@ -69,6 +71,7 @@ def _latent_store_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_RANK: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -94,16 +97,21 @@ def _latent_store_kernel(
         scale = tl.rsqrt(tl.sum(raw * raw, axis=0) / RANK + eps)
         normed = (raw * scale * weight).to(kv_ptr.dtype.element_ty)
         tl.store(place + columns, normed, mask=is_column)
+        normed = _kept(normed, inverse_ptr, layer, 0, KNOWS_E4M3)
         tl.store(kept + columns, normed, mask=is_column & (slot >= 0))
         first = RANK + step * pairs
-        _rotate(place + first, is_pair, cos, sin, kept + first, slot >= 0, half_dim, IS_INTERLEAVED)
+        apart: tl.constexpr = 1 if IS_INTERLEAVED else half_dim
+        key1, key2 = _rotate(place + first, is_pair, cos, sin, half_dim, IS_INTERLEAVED)
+        key1 = _kept(key1, inverse_ptr, layer, 1, KNOWS_E4M3)
+        key2 = _kept(key2, inverse_ptr, layer, 1, KNOWS_E4M3)
+        tl.store(kept + first, key1, mask=is_pair & (slot >= 0))
+        tl.store(kept + first + apart, key2, mask=is_pair & (slot >= 0))
     else:
         heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         mask = (heads < NUM_HEADS)[:, None] & is_pair[None, :]
         ends = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + step * pairs[None, :]
         queries = q_ptr + token * Q_TOKEN_STRIDE + ends
-        # Nothing is kept of queries.
-        _rotate(queries, mask, cos[None, :], sin[None, :], queries, False, half_dim, IS_INTERLEAVED)
+        _rotate(queries, mask, cos[None, :], sin[None, :], half_dim, IS_INTERLEAVED)
 
 
 def rotate_and_store_latent(
@@ -115,17 +123,21 @@ def rotate_and_store_latent(
     store: Tensor,
     layer: int,
     slots: Tensor,
+    scales: KvScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Writes norm and rotation into q and kv, and kv to `store`; returns q, and kv [T, 1, width].
 
     q: [T, heads, nope + rope], heads contiguous, tokens may be strided; kv: [T, rank + rope],
     likewise; both in the store's dtype. cos_sin: fp32 [max_positions, rope]; positions, slots:
-    int32 [T]; a slot of -1 is not stored. store: [blocks, layers, 1, block_size, 1, rank + rope].
+    int32 [T]; a slot of -1 is not stored. store: [blocks, layers, 1, block_size, 1, rank + rope];
+    with `scales` of uint8, e4m3 numbers.
     """
     num_tokens, num_heads, query_dim = q.shape
     _, num_layers, _, block_size, _, width = store.shape
     rank, rope_dim = norm.weight.shape[0], cos_sin.shape[1]
     _check(q, kv, norm, cos_sin, positions, store, slots)
+    expected = kv.dtype if scales is None else torch.uint8
+    assert store.dtype == expected, f"{kv.dtype} into a store in {store.dtype}"
     assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
     half = triton.next_power_of_2(rope_dim // 2)
     heads = min(max(_PAIRS // half, 1), triton.next_power_of_2(max(num_heads, 1)))
@@ -139,6 +151,7 @@ def rotate_and_store_latent(
             positions,
             slots,
             store,
+            None if scales is None else scales.inverse,
             layer,
             eps=norm.eps,
             Q_TOKEN_STRIDE=q.stride(0) if num_heads else 0,
@@ -153,6 +166,7 @@ def rotate_and_store_latent(
             HEADS=heads,
             HALF=half,
             PADDED_RANK=triton.next_power_of_2(rank),
+            KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
             USE_PDL=use_pdl,
             num_warps=_NUM_WARPS,
             launch_pdl=use_pdl,
@@ -174,7 +188,7 @@ def _check(
     assert kv.shape == (num_tokens, width), f"{list(kv.shape)} for {num_tokens} of {width}"
     assert store.shape[2] == store.shape[4] == 1, f"a store {list(store.shape)}"
     assert store.shape[5] == width, f"vectors of {width} in a store of {store.shape[5]}"
-    assert q.dtype == kv.dtype == store.dtype, f"{q.dtype}, {kv.dtype} into {store.dtype}"
+    assert q.dtype == kv.dtype, f"queries in {q.dtype}, latents in {kv.dtype}"
     assert kv.stride(1) == 1, f"kv with strides {kv.stride()}"
     assert num_heads == 0 or q.stride()[1:] == (query_dim, 1), f"q with strides {q.stride()}"
     assert store.is_contiguous(), f"store with strides {store.stride()}"

@@ -3,9 +3,11 @@
     number = round(x / scale), at most 448 in size        x' = scale * number
 
 Scales are static: they are known before the first token and never change, so that blocks stay
-right. There is one for each layer, plane (K, V) and KV head. A store keeps the numbers as bytes
-(uint8), which every device can copy. The quotient is x times the inverse, computed once, so that
-all devices round alike. What is not finite becomes NaN and stays noticeable.
+right. There is one for each layer, plane (K, V) and KV head; of latent attention, whose plane holds
+two kinds of numbers, one for each layer's latents and one for its rotated keys, as if these were
+planes of one head (`of_latent`). A store keeps the numbers as bytes (uint8), which every device can
+copy. The quotient is x times the inverse, computed once, so that all devices round alike. What is
+not finite becomes NaN and stays noticeable.
 """
 
 from dataclasses import dataclass
@@ -35,9 +37,16 @@ class KvScales:
         return self.scale[layer, plane]
 
 
+def of_latent(factors: Tensor, rank: int, rope_dim: int) -> Tensor:
+    """[rank + rope_dim], each number's own, of a layer's [2, 1]: of latents and of rotated keys."""
+    return torch.cat((factors[0].expand(rank), factors[1].expand(rope_dim)))
+
+
 def to_e4m3(x: Tensor, inverse: Tensor) -> Tensor:
-    """x: [T, kv_heads, width], inverse: fp32 [kv_heads]; returns the numbers' bytes, uint8."""
-    scaled = x.float() * inverse[:, None]
+    """x: [T, kv_heads, width], inverse: fp32 [kv_heads] or [kv_heads, width]; returns the numbers'
+    bytes, uint8.
+    """
+    scaled = x.float() * inverse.view(x.shape[1], -1)
     codes = scaled.clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(~scaled.isfinite(), _NAN)
 

@@ -6,15 +6,16 @@ Rounded, for many tokens (448 is e4m3's largest number; a scale is 1 where all a
 
 In two pieces, for few tokens, so that FP8 matrix units multiply the inputs as they are:
 
-    x = s * (q + r / 32)        q = round(x / s)        r = round(32 * (x / s - q))
+    x = s * (q + r / 32)        q = x / s in four bits        r = round(32 * (x / s - q))
 
 s is the power of two that brings the group's largest number to 128 or more, below 256. A bfloat16
-has eight bits, q the first four of them and r the others: numbers of at least 2^-14 of the largest
-are exact, the others are off by at most 2^-22 of it. Where any number is not finite, no product is.
+has eight bits, q the first four of them and r the others: numbers of at least 2^-13 of the largest
+are exact. Of smaller ones q, which would need more places than e4m3 has, is 0, and r is off by at
+most 2^-18 of the largest. Where any number is not finite, no product is.
 
-Rounding is to the nearest, ties to even. A group is `group` columns, or a whole row. Scales are
-written with the tokens of a group adjacent, as products read them. Kernels: token_groups.py,
-coded_norm.py.
+Rounding is to the nearest, ties to even, of the first piece away from zero. A group is `group`
+columns, or a whole row. Scales are written with the tokens of a group adjacent, as products read
+them. Kernels: token_groups.py, coded_norm.py.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import Tensor
 
 MAX_E4M3 = 448.0
 SECOND_PIECE = 1 / 32  # of its last place; a power of two
+LEAST_FIRST = 2.0**-6  # of first pieces: e4m3's least number with four bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,10 @@ def reference(x: Tensor, form: InputForm) -> CodedTokens:
         _, exponents = torch.frexp(largest.clamp(min=2.0**-119))  # it is below 2^exponent
         scales = torch.exp2((exponents - 8).float())
         scaled = groups / scales[:, :, None]
-        first = scaled.to(torch.float8_e4m3fn)
-        pieces = [first, ((scaled - first.float()) / SECOND_PIECE).to(torch.float8_e4m3fn)]
+        first = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
+        first = first.masked_fill(scaled.abs() < LEAST_FIRST, 0.0)
+        pieces = [first, (scaled - first) / SECOND_PIECE]
+        pieces = [piece.to(torch.float8_e4m3fn) for piece in pieces]
     codes = torch.stack([piece.reshape(x.shape) for piece in pieces])
     return CodedTokens(codes=codes, scales=scales.T.contiguous(), group=form.group)
 

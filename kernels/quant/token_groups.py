@@ -2,6 +2,9 @@
 
 x may be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that
 codes are those of `kernels.silu_mul`'s result. Torch twin: `kernels.quant.coded_tokens.reference`.
+
+The first of two pieces is rounded in its bits and not read back from its code: ptxas 12.8 lets that
+conversion read another register where it merges codes in pairs.
 """
 
 import triton
@@ -9,9 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.pdl import pdl_supported
-from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
+from kernels.quant.coded_tokens import (
+    LEAST_FIRST,
+    SECOND_PIECE,
+    CodedTokens,
+    InputForm,
+    empty_coded,
+)
 from kernels.quant.decode import knows_e4m3
 
+_LEAST_FIRST = tl.constexpr(LEAST_FIRST)
 _SECOND_FACTOR = tl.constexpr(1 / SECOND_PIECE)
 _COLUMNS = 2048  # of a program, where groups are smaller than rows
 _NUM_WARPS = 4
@@ -54,8 +64,11 @@ def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN
         scales = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
         scales = tl.where(exponent < 255, scales, float("inf"))
         scaled = x * ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        first = _nearest_e4m3(scaled, KNOWS_E4M3)
-        rest = (scaled - first.to(tl.float32)) * _SECOND_FACTOR
+        kept = (scaled.to(tl.int32, bitcast=True) + 0x80000) & -0x100000
+        rounded = kept.to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(scaled) < _LEAST_FIRST, 0.0, rounded)
+        first = rounded.to(tl.float8e4nv)
+        rest = (scaled - rounded) * _SECOND_FACTOR
         second = _nearest_e4m3(rest, KNOWS_E4M3)
     return scales, first, second
 

@@ -6,12 +6,14 @@
 32 query and 8 KV heads of 128 in bf16. A time is of one layer: attention alone, in a CUDA graph
 over several layers, whose keys together are far more than an L2 cache holds. Counted are the
 products of causal attention, 4 * heads * head_dim for every pair of a query and a key that it sees.
-A backend that is not installed, or cannot do it, has a dash, and the reason below the table.
+A backend that is not installed, or cannot do it, has a dash, and the reason below the table. On
+SIGTERM the table has what was measured until then.
 Outputs are held against the Triton kernels'. Exits with 1 if one differs.
 """
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -230,7 +232,11 @@ def table(found: Sequence[Result]) -> str:
     lines = [["TFLOP/s, without | with sinks", *CASES]]
     for contender in dict.fromkeys(result.contender for result in found):
         cells = [
-            " | ".join(by_place[contender, case, sinks].cell for sinks in (False, True))
+            " | ".join(
+                by_place[contender, case, sinks].cell
+                for sinks in (False, True)
+                if (contender, case, sinks) in by_place
+            )
             for case in CASES
         ]
         lines.append([contender, *cells])
@@ -249,11 +255,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for contender in CONTENDERS
         if not args.only or contender.name in args.only or contender.label == BASELINE
     ]
-    found = []
-    for result in results(contenders, args.block_size):
-        found.append(result)
-        print(result.contender, result.case, result.has_sinks, result.cell, file=sys.stderr)
-    print(table(found))
+    found: list[Result] = []
+    try:
+        for result in results(contenders, args.block_size):
+            found.append(result)
+            print(result.contender, result.case, result.has_sinks, result.cell, file=sys.stderr)
+    finally:
+        print(table(found), flush=True)
     if args.json:
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         record = {"about": about, "block_size": args.block_size}
@@ -261,5 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(result.is_right for result in found) else 1
 
 
+def _stop(*_: object) -> None:
+    raise SystemExit("stopped before its end")
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

@@ -3,6 +3,7 @@
     python -m load_tests.lab.bench_latent
     python -m load_tests.lab.bench_latent --heads 128 --rows 1 16 64 --keys 4096
     python -m load_tests.lab.bench_latent --heads 16 --rows 64 --keys 4096 --tiles
+    python -m load_tests.lab.bench_latent --fp8 --keys 4096
 
 Decode: one new token a row, absorbed, in a CUDA graph over several layers, so that latents come
 from memory. `attention` is the whole backend: queries of latents, attention, values. Before it is
@@ -27,11 +28,13 @@ from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.latent_triton import TritonLatent
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales
 from load_tests.lab.moe_step import H200_MEASURED, MAX_ERROR, graph_us
 from load_tests.tables import render_rows
 
 NUM_LAYERS = 8  # whose latents together are far more than an L2 cache holds
 BLOCK_SIZE = 16
+SCALE = 0.02  # of latents in e4m3
 PROMPTS = ((8, 1024), (2, 4096), (1, 16000))
 # keys, warps, stages, programs an SM
 TILINGS = (
@@ -59,18 +62,27 @@ def _step(num_rows: int, num_keys: int) -> AttentionStep:
     return build_step([1] * num_rows, [num_keys - 1] * num_rows, blocks, "cuda")
 
 
-def _data(shape: LatentShape, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, the step's own latents, the up-projection and a store."""
+def _data(
+    shape: LatentShape, step: AttentionStep, scales: KvScales | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, the step's own latents, the up-projection and a store; with scales of e4m3 numbers."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     size = (len(step.block_ids), NUM_LAYERS, 1, BLOCK_SIZE, 1, shape.width)
     num_tokens = step.num_tokens
     made = (shape.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
+    store = torch.randn(size, dtype=dtype, device=device)
+    if scales is not None:
+        store = (store / SCALE).to(torch.float8_e4m3fn).view(torch.uint8)
     return (
         torch.randn(num_tokens, shape.num_heads, shape.query_dim, dtype=dtype, device=device),
         torch.zeros(num_tokens, 1, shape.width, dtype=dtype, device=device),
         torch.randn(made, dtype=dtype, device=device) * shape.rank**-0.5,
-        torch.randn(size, dtype=dtype, device=device),
+        store,
     )
+
+
+def _scales() -> KvScales:
+    return KvScales.of(torch.full((NUM_LAYERS, 2, 1), SCALE, device="cuda"))
 
 
 def _build(backend: Any, shape: LatentShape, **options: Any) -> Any:  # noqa: ANN401
@@ -79,14 +91,19 @@ def _build(backend: Any, shape: LatentShape, **options: Any) -> Any:  # noqa: AN
 
 
 def measure(
-    shape: LatentShape, num_rows: int, num_keys: int, configs: Sequence[LatentConfig | None]
+    shape: LatentShape,
+    num_rows: int,
+    num_keys: int,
+    configs: Sequence[LatentConfig | None],
+    scales: KvScales | None,
 ) -> Iterator[tuple[list[str], bool]]:
     """Lines of the table, and whether the result is that of torch; a config of None = the own."""
     step = _step(num_rows, num_keys)
-    q, new, up, store = _data(shape, step)
-    reference = _build(ReferenceLatent, shape)
-    truth = reference.run(q, new, up, 0, store, reference.plan(step)).float()
-    floor_us = 1e6 * num_rows * num_keys * shape.width * 2 / H200_MEASURED.bytes_per_s
+    q, new, up, store = _data(shape, step, scales)
+    reference = _build(ReferenceLatent, shape, is_fp8=scales is not None)
+    truth = reference.run(q, new, up, 0, store, reference.plan(step), None, scales).float()
+    num_bytes = num_rows * num_keys * shape.width * store.element_size()
+    floor_us = 1e6 * num_bytes / H200_MEASURED.bytes_per_s
     sizes = [str(shape.num_heads), str(num_rows), str(num_keys)]
     for config in configs:
         tiles = "" if config is None else _told(config)
@@ -95,10 +112,11 @@ def measure(
             continue
         built = _build(TritonLatent, shape, decode_config=config)
         metadata = built.plan(step)
-        found = built.run(q, new, up, 0, store, metadata).float()
+        found = built.run(q, new, up, 0, store, metadata, None, scales).float()
         error = float((found - truth).norm() / truth.norm())
         calls = [
-            partial(built.run, q, new, up, layer, store, metadata) for layer in range(NUM_LAYERS)
+            partial(built.run, q, new, up, layer, store, metadata, None, scales)
+            for layer in range(NUM_LAYERS)
         ]
         us = graph_us(calls)
         cells = [*sizes, f"{us:.1f}", f"{floor_us:.1f}"]
@@ -171,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--keys", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--tiles", action="store_true", help="try tilings of the decode kernel")
+    parser.add_argument("--fp8", action="store_true", help="decode: latents as e4m3 numbers")
     args = parser.parse_args(argv)
+    scales = _scales() if args.fp8 else None
     lines = [["heads", "rows", "keys", "us a layer", "floor us", "of floor", "error", "tiles"]]
     is_good = True
     for num_heads in args.heads:
@@ -179,12 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         configs = [None, *(tilings(shape) if args.tiles else ())]
         for num_rows in args.rows:
             for num_keys in args.keys:
-                for line, is_same in measure(shape, num_rows, num_keys, configs):
+                for line, is_same in measure(shape, num_rows, num_keys, configs, scales):
                     lines.append(line)
                     is_good = is_good and is_same
     print(render_rows(lines), flush=True)
     lines = [["heads", "prompts", "backend", "us a layer", "TFLOP/s of attention", "difference"]]
-    for num_heads in () if args.tiles else args.heads:
+    for num_heads in () if args.tiles or args.fp8 else args.heads:
         for num_rows, num_tokens in PROMPTS:
             for line, is_same in measure_prompts(_shape(num_heads), num_rows, num_tokens):
                 lines.append(line)

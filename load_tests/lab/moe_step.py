@@ -38,7 +38,9 @@ from load_tests.lab.pinned_routing import uniform_experts
 # What device copies and dense products reached on an H200.
 H200_MEASURED = Machine(bytes_per_s=3.94e12, flops_per_s=790e12)
 NUM_LAYERS = 4
-MIN_CALLS = 32  # in a graph: launching it must not count
+# Calls in a graph: so many, or those of so long, for launching it must not count.
+MAX_CALLS = 32
+LONG_US = 20_000.0
 NUM_ROUNDS = 8
 LIBRARY = "torch "  # begins the names of the library's kernels
 MAX_ERROR = 2e-2  # norm of the difference over the norm, bf16 against torch's bf16
@@ -49,24 +51,37 @@ Timer = Callable[[Sequence[Call]], float]  # of one call on average, microsecond
 
 def graph_us(calls: Sequence[Call]) -> float:
     """Microseconds a call, the median of replays of a graph of all of them."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    num_repeats = -(-MIN_CALLS // len(calls))
-    with torch.cuda.graph(graph):
+
+    def run_all(num_repeats: int = 1) -> None:
         for _ in range(num_repeats):
             for call in calls:
                 call()
-    events = [_new_event() for _ in range(NUM_ROUNDS + 1)]
+
+    run_all()
+    (alone_us,) = _durations_us(run_all, 1)
+    num_repeats = num_repeats_in_graph(len(calls), alone_us)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all(num_repeats)
     graph.replay()
+    durations_us = _durations_us(graph.replay, NUM_ROUNDS)
+    return statistics.median(durations_us) / (num_repeats * len(calls))
+
+
+def num_repeats_in_graph(num_calls: int, us: float) -> int:
+    """How often a graph has all of `num_calls` calls, which take `us` together."""
+    return max(1, math.ceil(min(MAX_CALLS / num_calls, LONG_US / us)))
+
+
+def _durations_us(work: Call, num_rounds: int) -> list[float]:
+    """Microseconds between the ends of successive `work`, the first from the end of all before."""
+    events = [_new_event() for _ in range(num_rounds + 1)]
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        work()
         event.record()
     torch.cuda.synchronize()
-    rounds_ms = [float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
-    return 1e3 * statistics.median(rounds_ms) / (num_repeats * len(calls))
+    return [1e3 * float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
 
 
 def _new_event() -> torch.cuda.Event:

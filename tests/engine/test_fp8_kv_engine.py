@@ -4,6 +4,7 @@ Scales are random and coarse: what is stored differs so much from what was compu
 that forgot to round, or took another head's scale, would answer something else.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from configs.load import ConfigFileError, load_config
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.kv.cache import check_blocks
+from engine.kv_calibration import largest_numbers, scales_for
 from engine.models.kv_scales import write_kv_scales
+from engine.models.registry import build_model
 from engine.text.tokenizing import load_tokenizer
+from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import GREEDY, answer, start_engine
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import DEEPSEEKS, reference_logits, save_model
 
 MODEL = Path("demo_model/laps-demo")
 TEXTS = (
@@ -35,15 +39,18 @@ TIGHT = {"scheduler__max_num_batched_tokens": 16, "scheduler__max_num_seqs": 3}
 MAX_GAP = 0.1
 
 
-def _draw_scales(path: Path, layers: int, heads: int, *, low: float, high: float) -> Tensor:
+def _draw_scales(path: Path, layers: int, heads: int, *, is_latent: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    scales = low * (high / low) ** torch.rand((layers, 2, heads), generator=generator)
-    write_kv_scales(path, scales)
+    scales = 100 * 10 ** torch.rand((layers, 2, heads), generator=generator)
+    write_kv_scales(path, scales, is_latent=is_latent)
     return scales
 
 
 class RoundedCache(DynamicCache):
-    """transformers' cache, which keeps and returns what e4m3 numbers of `scales` stand for."""
+    """transformers' cache, which keeps and returns what e4m3 numbers of `scales` stand for.
+
+    Of latent attention it has latents as keys and rotated keys as values.
+    """
 
     def __init__(self, scales: Tensor) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ def _prompts() -> list[list[int]]:
 
 def test_answers_are_those_of_a_cache_with_the_same_numbers(tmp_path: Path) -> None:
     """In chunks, in batches; and again from the prefix cache."""
-    scales = _draw_scales(tmp_path / "s.safetensors", 6, 2, low=100, high=1000)
+    scales = _draw_scales(tmp_path / "s.safetensors", 6, 2)
     engine = start_engine(
         cache__kv_dtype="fp8_e4m3", cache__kv_scales=str(tmp_path / "s.safetensors"), **TIGHT
     )
@@ -98,12 +105,13 @@ def test_answers_are_those_of_a_cache_with_the_same_numbers(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM"]
+    "architecture", ["Qwen3ForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM", *DEEPSEEKS]
 )
-def test_families_with_norms_windows_and_sinks(architecture: str, tmp_path: Path) -> None:
+def test_families_with_norms_windows_sinks_and_latents(architecture: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, architecture, seed=3)
-    layers = model.config.num_hidden_layers
-    scales = _draw_scales(tmp_path / "s.safetensors", layers, 2, low=100, high=1000)
+    layers, is_latent = model.config.num_hidden_layers, architecture in DEEPSEEKS
+    heads = 1 if is_latent else 2
+    scales = _draw_scales(tmp_path / "s.safetensors", layers, heads, is_latent=is_latent)
     engine = start_engine(
         model__path=str(tmp_path),
         cache__kv_dtype="fp8_e4m3",
@@ -113,6 +121,28 @@ def test_families_with_norms_windows_and_sinks(architecture: str, tmp_path: Path
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 130, (n,), generator=generator).tolist() for n in (1, 9, 40, 23)]
     _check_answers(engine, model, scales, prompts)
+
+
+@pytest.mark.parametrize("architecture", DEEPSEEKS)
+def test_latents_with_scales_that_were_found_are_near_the_model(
+    architecture: str, tmp_path: Path
+) -> None:
+    """All experts are active: a rounded router may choose others, and then no distance counts."""
+    experts = DEEPSEEKS[architecture]["n_routed_experts"]
+    settings = {"num_experts_per_tok": experts, "n_group": 1, "topk_group": 1}
+    save_model(tmp_path, architecture, seed=random.randrange(2**31), **settings)
+    token_ids = [random.randrange(3, 130) for _ in range(60)]
+    scales = scales_for(largest_numbers(tmp_path, [token_ids], "cpu"), 2.0)
+    model = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    theirs = reference_logits(tmp_path, token_ids)
+    errors = []
+    for coarser in (1.0, 30_000.0):
+        driver = StepDriver(model, seed=0, kv_scales=coarser * scales)
+        driver.admit(0, token_ids)
+        ours = driver.logits_in_chunks(0, 23)
+        errors.append(float((ours - theirs).norm() / theirs.norm()))
+    assert errors[0] < 0.1, errors
+    assert errors[1] > 3 * errors[0], errors
 
 
 def test_half_the_bytes_a_block_and_the_same_answers_from_a_crowded_cache() -> None:
@@ -163,10 +193,13 @@ def test_a_draft_model_keeps_its_own_numbers(tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, "DeepseekV2ForCausalLM")
-    with pytest.raises(ConfigError, match=r"cache\.kv_dtype: fp8_e4m3 is for K and V with heads"):
-        start_engine(model__path=str(tmp_path), cache__kv_dtype="fp8_e4m3")
+def test_blocks_that_no_digest_divides_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "DeepseekV2ForCausalLM", num_hidden_layers=1, kv_lora_rank=42)
+    sizes = {"cache__num_blocks": 64, "model__max_model_len": 32}
+    with pytest.raises(ConfigError, match=r"cache\.block_size: blocks of 150 bytes.*multiple of 4"):
+        start_engine(
+            model__path=str(tmp_path), cache__kv_dtype="fp8_e4m3", cache__block_size=3, **sizes
+        )
 
 
 def _raises(**overrides: object) -> Callable[[], object]:

@@ -12,8 +12,12 @@ from engine.kv_calibration import largest_numbers, scales_for
 from tests.harness.tiny_models import save_model
 
 
-def test_the_largest_numbers_are_those_of_transformers_cache(tmp_path: Path) -> None:
-    save_model(tmp_path, "Qwen3ForCausalLM")
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_the_largest_numbers_are_those_of_transformers_cache(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Which has latents as keys and rotated keys as values."""
+    save_model(tmp_path, architecture)
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -25,8 +29,9 @@ def test_the_largest_numbers_are_those_of_transformers_cache(tmp_path: Path) -> 
         cache = DynamicCache()
         with torch.inference_mode():
             model(torch.tensor([prompt]), past_key_values=cache)
-        planes = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
-        expected = torch.maximum(expected, torch.stack(planes).abs().amax(dim=(3, 4)))
+        planes = [plane for layer in cache.layers for plane in (layer.keys[0], layer.values[0])]
+        largest = torch.stack([plane.abs().amax(dim=(1, 2)) for plane in planes])
+        expected = torch.maximum(expected, largest.view_as(expected))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(scales_for(found, 2.0), found * 2 / 448)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kv_calibration import largest_numbers, scales_for
 from engine.models.registry import build_model
 from engine.request import SamplingParams
 from kernels.attention.select import AttentionNames
@@ -74,13 +75,17 @@ def test_fp32_on_a_gpu_gives_the_reference_logits_of_latents(
         driver.release(0)
 
 
-def test_kernels_are_as_near_to_fp32_as_torch(folder: Path) -> None:
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_kernels_are_as_near_to_fp32_as_torch(folder: Path, in_fp8: bool) -> None:
     token_ids = _tokens(400, random.Random(1))
     truth = reference_logits(folder, token_ids)
+    scales = scales_for(largest_numbers(folder, [token_ids], "cuda"), 2.0) if in_fp8 else None
     errors = []
     for names in (REFERENCE, TRITON):
         model = build_model(folder, dtype=torch.bfloat16, device=torch.device("cuda"))
-        driver = StepDriver(model, seed=1, attention=names, block_size=16, num_blocks=60)
+        driver = StepDriver(
+            model, seed=1, attention=names, block_size=16, num_blocks=60, kv_scales=scales
+        )
         driver.admit(0, token_ids)
         whole = driver.logits_in_chunks(0, 150)
         driver.release(0)
@@ -120,13 +125,15 @@ def test_quantised_latents_are_near_what_the_numbers_stand_for(
         assert error < (0.13 if is_rounded else 0.04), f"{num_tokens} tokens: off by {error}"
 
 
-def test_graphs_and_overlap_change_no_token(folder: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_graphs_and_overlap_change_no_token(folder: Path, kv_dtype: str) -> None:
     work = work_of(1)
     outcomes = []
     for graphs, overlap in ((False, False), (True, False), (True, True)):
         engine = start_engine(
             **BASE,
             model__path=str(folder),
+            cache__kv_dtype=kv_dtype,
             model__deterministic=True,
             execution__cuda_graphs=graphs,
             scheduler__overlap=overlap,
@@ -139,9 +146,16 @@ def test_graphs_and_overlap_change_no_token(folder: Path) -> None:
     assert outcomes[2] == outcomes[0]
 
 
-def test_a_model_with_latents_compiles_nothing_once_the_engine_is_ready(folder: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_a_model_with_latents_compiles_nothing_once_the_engine_is_ready(
+    folder: Path, kv_dtype: str
+) -> None:
     engine = start_engine(
-        **BASE, **BY_KERNELS, model__path=str(folder), scheduler__max_num_batched_tokens=2300
+        **BASE,
+        **BY_KERNELS,
+        model__path=str(folder),
+        cache__kv_dtype=kv_dtype,
+        scheduler__max_num_batched_tokens=2300,
     )
     for seed in (2, 3):
         answer(engine, work_of(seed))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.kv.scales import KvScales
+from kernels.kv.scales import KvScales, of_latent
 from kernels.ops import HeadNorms, LatentNorm, Ops
 
 # Of the whole result, relative: one rounding and a few more inside.
@@ -135,11 +135,18 @@ class OpsChecks:
             assert torch.equal(store, before)
 
     def rotate_and_store_latent(
-        self, num_tokens: int, num_heads: int, rank: int, dims: tuple[int, int], *, of_pairs: bool
+        self,
+        num_tokens: int,
+        num_heads: int,
+        rank: int,
+        dims: tuple[int, int],
+        *,
+        of_pairs: bool,
+        in_fp8: bool = False,
     ) -> None:
         """dims: nope and rope. With and without neighbours as pairs; the third token has no slot.
 
-        of_pairs: neighbours; else halves.
+        of_pairs: neighbours; else halves. in_fp8: as of `rotate_and_store`.
         """
         nope, rope_dim = dims
         num_blocks, num_layers, max_positions, block_size = 5 + num_tokens, 2, 40, 3
@@ -147,6 +154,12 @@ class OpsChecks:
         angles = torch.randn((max_positions, rope_dim // 2), generator=self.generator)
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
         store = self.random(num_blocks, num_layers, 1, block_size, 1, rank + rope_dim)
+        scales = None
+        if in_fp8:
+            store = torch.randint(256, store.shape, generator=self.generator).to(store.device)
+            store = store.to(torch.uint8)
+            spread = torch.rand((num_layers, 2, 1), generator=self.generator)
+            scales = KvScales.of((10.0 ** (-4 + 5 * spread)).to(self.device))
         for layer in range(num_layers):
             # Both are views of one product, or of two.
             wide = self.random(num_tokens, num_heads * (nope + rope_dim) + rank + rope_dim)
@@ -164,7 +177,7 @@ class OpsChecks:
             on_device = slots.int().to(self.device)
             with _poisoned_memory():
                 q, kept = self.ops.rotate_and_store_latent(
-                    q, kv, norm, rotary, store, layer, on_device
+                    q, kv, norm, rotary, store, layer, on_device, scales
                 )
             assert_near(
                 torch.cat((kept[:, 0], q.flatten(1)), 1),
@@ -173,7 +186,12 @@ class OpsChecks:
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
                     block, place = divmod(slot, block_size)
-                    before[block, layer, 0, place] = kept[token]
+                    wanted = kept[token]
+                    if scales is not None:
+                        inverse = of_latent(scales.inverse[layer], rank, rope_dim)
+                        # Each number as a head of its own, with its own factor.
+                        wanted = nearest(wanted.view(-1, 1), inverse).view(1, -1)
+                    before[block, layer, 0, place] = wanted
             assert torch.equal(store, before)
 
 

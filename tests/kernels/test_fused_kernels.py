@@ -44,7 +44,8 @@ def check_interpreted() -> None:
         checks.rotate_and_store(SMALL_HEADS[0], num_tokens=3, in_fp8=True)
         checks.rotate_and_store(REAL_HEADS[0], num_tokens=3)
         checks.rotate_and_store_latent(4, 3, 20, (6, 10), of_pairs=True)
-        checks.rotate_and_store_latent(3, 0, 16, (0, 8), of_pairs=False)
+        checks.rotate_and_store_latent(3, 0, 16, (0, 8), of_pairs=False, in_fp8=True)
+        checks.rotate_and_store_latent(4, 2, 20, (6, 10), of_pairs=True, in_fp8=True)
         _check_no_tokens(checks)
 
 
@@ -115,7 +116,10 @@ def test_k_and_v_are_rounded_to_e4m3_on_a_gpu(
 def test_latents_on_a_gpu(dtype: torch.dtype, num_tokens: int, of_pairs: bool) -> None:
     checks = OpsChecks(TritonOps(), dtype, "cuda")
     for num_heads in (0, 3, 16, 128):
-        checks.rotate_and_store_latent(num_tokens, num_heads, 512, (128, 64), of_pairs=of_pairs)
+        for in_fp8 in (False, True):
+            checks.rotate_and_store_latent(
+                num_tokens, num_heads, 512, (128, 64), of_pairs=of_pairs, in_fp8=in_fp8
+            )
 
 
 @pytest.mark.gpu

@@ -167,7 +167,8 @@ def test_keys_and_values_go_to_their_slots_once_rotated(
 @pytest.mark.parametrize("num_heads", [0, 3])
 def test_latents_are_normalised_rotated_and_stored(num_heads: int, of_pairs: bool) -> None:
     checks = OpsChecks(TorchOps(), torch.float32)
-    checks.rotate_and_store_latent(5, num_heads, 20, (6, 10), of_pairs=of_pairs)
+    for in_fp8 in (False, True):
+        checks.rotate_and_store_latent(5, num_heads, 20, (6, 10), of_pairs=of_pairs, in_fp8=in_fp8)
 
 
 def test_a_slot_is_a_line_of_its_block() -> None:

@@ -115,7 +115,8 @@ def _tell_of_two_workers(
         pytest.param("nccl_pair", "cuda", marks=GPUS),
         pytest.param("gloo_pair", "cuda", marks=GPUS, id="gloo_pair-from-gpus"),
         pytest.param("host", "cuda", marks=GPUS, id="host-pieces-from-gpus"),
-        pytest.param("gloo_pair", "cpu"),
+        # By day: the same stories between two stores here, and blocks over gloo on Ray.
+        pytest.param("gloo_pair", "cpu", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def _layer_weights(spec: MixtureSpec) -> LayerWeights:
 def check_interpreted() -> None:
     from engine.layers.moe_cuda import TritonExperts, TritonRouter
 
-    for spec in (SPEC, replace(SPEC, shared_size=None, normalises=False)):
+    joinable = replace(SPEC, shared_size=2 * SPEC.expert_size)
+    for spec in (SPEC, joinable, replace(SPEC, shared_size=None, normalises=False)):
         weights = _layer_weights(spec)
         layer = build_mixture(spec, weights, TorchOps(), is_deterministic=False)
         assert weights.router is not None
@@ -67,7 +68,14 @@ def check_interpreted() -> None:
                 num_active=spec.num_active,
                 is_deterministic=is_deterministic,
             )
-            for num_tokens in (0, 2, 4, 5, 19):
+            if spec.shared_size is not None:
+                assert by_kernels._shared is not None
+                assert weights.shared_gate_up is not None
+                assert weights.shared_down is not None
+                joined = by_kernels._experts.join(weights.shared_gate_up, weights.shared_down)
+                assert (joined is not None) == (spec is joinable and not is_deterministic)
+                by_kernels._shared._joined = joined
+            for num_tokens in (0, 1, 4, 5, 19):
                 x = torch.randn(num_tokens, HIDDEN)
                 slots = torch.arange(num_tokens, dtype=torch.int32) - int(num_tokens > 3)
                 ours, twins = by_kernels(x, 0, slots), layer(x, 0, slots)

@@ -110,6 +110,8 @@ def test_the_published_models_keep_one_plane_a_token(tmp_path: Path) -> None:
         layout = spec.kv_layout(block_size=16, dtype="bfloat16")
         assert layout.block_bytes == 16 * num_layers * 1152
         assert layout.block_shape == (num_layers, 1, 16, 1, 576)
+        halved = spec.kv_layout(block_size=16, dtype="fp8_e4m3", scales="some")
+        assert (2 * halved.block_bytes, halved.numbers) == (layout.block_bytes, "fp8_e4m3 some")
         assert spec.max_model_len == 163840
     assert large.latent is not None
     assert small.latent is not None

@@ -69,6 +69,23 @@ def test_one_scale_of_both_planes(tmp_path: Path) -> None:
     assert torch.equal(_load(tmp_path), EXPECTED[:, :1].expand(-1, 2, -1))
 
 
+def test_scales_of_latents_and_rotated_keys(tmp_path: Path) -> None:
+    """A published k_scale is of both, and v_scale of nothing; a file has one for each."""
+    save_model(tmp_path / "latent", "DeepseekV3ForCausalLM")
+    save_model(tmp_path / "heads")
+    scales = torch.rand(2, 2, 1) + 0.01
+    write_kv_scales(tmp_path / "own.safetensors", scales, is_latent=True)
+    assert torch.equal(_load(tmp_path / "latent", tmp_path / "own.safetensors"), scales)
+    with pytest.raises(ConfigError, match="latent_scale' is of latent attention, which the model"):
+        _load(tmp_path / "heads", tmp_path / "own.safetensors")
+    save_file(_by_layer("k_scale", "v_scale"), tmp_path / "published.safetensors")
+    found = _load(tmp_path / "latent", tmp_path / "published.safetensors")
+    assert torch.equal(found, EXPECTED[:, :1, :1].expand(-1, 2, -1))
+    save_file(_by_layer("latent_scale", "v_scale"), tmp_path / "half.safetensors")
+    with pytest.raises(ConfigError, match=r"missing.*layers\.0\.self_attn\.rotated_key_scale"):
+        _load(tmp_path / "latent", tmp_path / "half.safetensors")
+
+
 def test_a_model_of_which_only_k_and_v_are_quantised_loads(tmp_path: Path) -> None:
     """As llm-compressor writes it: no group of weights, and scales beside all others."""
     save_model(tmp_path)

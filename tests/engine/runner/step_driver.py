@@ -15,6 +15,7 @@ from engine.runner.executor import Executor, RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
+from kernels.kv.scales import KvScales
 
 AUTO = AttentionNames(prefill="auto", decode="auto")
 _DTYPES: dict[torch.dtype, KvDtype] = {
@@ -42,12 +43,15 @@ class StepDriver:
         phased: Phases | None = None,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`phased`: computes attention instead of what `attention` names.
 
-        comm: to the other ranks of `model`; each has a driver that does the same.
+        comm: to the other ranks of `model`; each has a driver that does the same. kv_scales: K and
+        V are kept as e4m3 numbers of these.
         """
-        dtype = _DTYPES[model.dtype]
+        is_fp8 = kv_scales is not None
+        dtype = "fp8_e4m3" if is_fp8 else _DTYPES[model.dtype]
         layout = model.spec.kv_layout(block_size=block_size, dtype=dtype)
         self.executor = Executor(
             model,
@@ -66,10 +70,13 @@ class StepDriver:
                 dtype=model.dtype,
                 device=model.device,
                 fixed_tile=fixed_tile,
+                is_fp8=is_fp8,
             ),
             sends_blocks=sends_blocks,
             comm=comm,
         )
+        if kv_scales is not None:
+            self.executor.use_kv_scales(KvScales.of(kv_scales.to(model.device)))
         self.block_size = block_size
         self.random = random.Random(seed)
         self.free_blocks = list(range(num_blocks))

@@ -20,6 +20,7 @@ from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.select import build_attention
 from kernels.attention.token_rows import expand_rows_torch, open_token_rows
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales, of_latent
 from tests.harness.gpus import gpu
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
@@ -58,6 +59,24 @@ class LatentProblem:
     q: Tensor  # [T, heads, nope + rope], tokens strided
     latent_new: Tensor
     vectors: list[Tensor]  # per row [layers, keys, width]
+    scales: KvScales | None = None  # of a store of e4m3 numbers
+
+    def in_e4m3(self) -> "LatentProblem":
+        """The same in a store of e4m3 numbers, with scales that differ so much that a wrong one
+        shows; exact results are those of the numbers.
+        """
+        generator = torch.Generator().manual_seed(fresh_seed())
+        drawn_scales = 0.003 * 30.0 ** torch.rand((NUM_LAYERS, 2, 1), generator=generator)
+        scales = KvScales.of(drawn_scales.to(self.store.device))
+        sizes = self.shape.rank, self.shape.rope_dim
+        of_layers = torch.stack([of_latent(layer, *sizes) for layer in scales.scale])
+        store = (self.store.float() / of_layers[:, None, None, None]).clamp(-448, 448)
+        vectors = []
+        for row in self.vectors:
+            numbers = (row.float() / of_layers[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            vectors.append(numbers.double() * of_layers[:, None].double())
+        store = store.to(torch.float8_e4m3fn).view(torch.uint8)
+        return replace(self, store=store, vectors=vectors, scales=scales)
 
     def exact(self, layer: int) -> Tensor:
         """[T, heads * value] in float64."""
@@ -125,9 +144,12 @@ def build_problem(
 
 def run(backend: Any, problem: LatentProblem, layer: int, metadata: Any) -> Tensor:
     new = [n for _, n in zip(problem.vectors, problem.step.num_new_tokens.tolist(), strict=True)]
-    fresh = [row[layer, -n:] for row, n in zip(problem.vectors, new, strict=True)]
+    fresh = torch.cat([row[layer, -n:] for row, n in zip(problem.vectors, new, strict=True)])
+    if problem.scales is not None:  # what is stored counts
+        fresh = torch.full_like(fresh, torch.nan)
+    fresh = fresh[:, None].to(problem.q.dtype)
     out: Tensor = backend.run(
-        problem.q, torch.cat(fresh)[:, None], problem.up, layer, problem.store, metadata
+        problem.q, fresh, problem.up, layer, problem.store, metadata, None, problem.scales
     )
     return out
 
@@ -136,7 +158,7 @@ def check(backend: Any, problem: LatentProblem, tolerance: float | None = None) 
     metadata = backend.plan(problem.step)
     for layer in (NUM_LAYERS - 1, 0):
         out = run(backend, problem, layer, metadata)
-        assert out.dtype == problem.store.dtype
+        assert out.dtype == problem.q.dtype
         assert_close(out, problem.exact(layer), tolerance or TOLERANCES[out.dtype])
 
 
@@ -153,6 +175,19 @@ def test_the_reference_is_exact(rows: str) -> None:
     check(PhasedLatent(prefill=reference, decode=reference, graph=None), problem)
     other = ReferenceLatent(SMALL, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
     check(PhasedLatent(prefill=reference, decode=other, graph=None), problem)
+
+
+@pytest.mark.parametrize("rows", ROW_SETS)
+def test_the_reference_attends_to_e4m3_numbers(rows: str) -> None:
+    problem = build_problem(ROW_SETS[rows], SMALL, block_size=4).in_e4m3()
+    first, other = (
+        ReferenceLatent(
+            SMALL, block_size=4, dtype=torch.float32, device=torch.device("cpu"), is_fp8=True
+        )
+        for _ in range(2)
+    )
+    check(first, problem)
+    check(PhasedLatent(prefill=first, decode=other, graph=None), problem)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +244,7 @@ def _triton(problem: LatentProblem, **options: Any) -> Any:
     return TritonLatent(
         problem.shape,
         block_size=problem.block_size,
-        dtype=problem.store.dtype,
+        dtype=problem.q.dtype,
         device=problem.store.device,
         **options,
     )
@@ -231,6 +266,7 @@ def _small_tiles(num_tiles: int = 1) -> dict[str, Any]:
 
 
 # Heads of one tile, of two and of a number with few divisors; sizes of no tile.
+IN_E4M3 = _shape(3, 32, 32, 24, 20)
 INTERPRETED = [SMALL, _shape(16, 16, 16, 20, 36), _shape(72, 16, 16, 16, 16)]
 
 
@@ -240,7 +276,22 @@ def check_some() -> None:
     check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
     _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
+    _check_e4m3([(35, 1), (18, 9)], IN_E4M3, piece_bytes=4 * made * 11)
     _check_prompt_replays(1)
+
+
+def _check_e4m3(
+    rows: Rows,
+    shape: LatentShape,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    problem = build_problem(rows, shape, dtype=dtype, device=device).in_e4m3()
+    if device == "cpu":
+        options |= _small_tiles(2 if shape.num_heads > 64 else 1)
+    check(_triton(problem, **options), problem)
+    check(_triton(problem, fixed_tile=True), problem)
 
 
 def check_all() -> None:
@@ -254,6 +305,9 @@ def check_all() -> None:
             check(_triton(problem, **small, piece_bytes=4 * made * keys), problem)
             fixed = _triton(problem, fixed_tile=True)
             check(fixed, problem)
+    for shape in (IN_E4M3, _shape(72, 32, 32, 16, 16)):
+        for dtype in (torch.float32, torch.float16):
+            _check_e4m3(ROW_SETS[drawn(list(ROW_SETS), 1)[0]], shape, dtype, piece_bytes=9000)
     _check_fixed_bits()
     _check_replays()
     _check_products()
@@ -379,6 +433,15 @@ def test_the_kernels_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [V2_LITE, V3, _shape(24, 128, 32, 48, 80)], ids=str)
+def test_the_kernels_on_a_gpu_read_e4m3_numbers(shape: LatentShape) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in (ROW_SETS["everything"], LONG_ROWS, [(n // 2, 1) for n in range(300)]):
+            _check_e4m3(rows, shape, dtype, "cuda")
+            _check_e4m3(rows, shape, dtype, "cuda", piece_bytes=64 * 2**20)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [V2_LITE, V3], ids=str)
 def test_flash_attention_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
@@ -391,8 +454,9 @@ def test_flash_attention_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> Non
             flash = FlashLatent(
                 shape, block_size=16, dtype=dtype, device=torch.device("cuda"), **options
             )
-            check(flash, problem)
-            check(PhasedLatent(prefill=flash, decode=_triton(problem), graph=None), problem)
+            for case in (problem, problem.in_e4m3()):
+                check(flash, case)
+                check(PhasedLatent(prefill=flash, decode=_triton(case), graph=None), case)
 
 
 @pytest.mark.gpu

@@ -33,28 +33,33 @@ def test_latent_attention_compiles_for_every_gpu(name: str) -> None:
     with compiled_for(device, *MODULES) as found:
         for shape in (V2_LITE, V3):
             problem = build_problem([(5, 1), (700, 1), (0, 9)], shape, dtype=torch.bfloat16)
+            in_e4m3 = problem.in_e4m3()
             for options in ({}, {"fixed_tile": True}, {"piece_bytes": 2**20}):
                 backend = latent_triton.TritonLatent(
                     shape, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu"),
                     **options,
                 )  # fmt: skip
                 metadata = backend.plan(problem.step)
-                backend.run(problem.q, problem.latent_new, problem.up, 1, problem.store, metadata)
+                given = problem.q, problem.latent_new, problem.up, 1
+                backend.run(*given, problem.store, metadata)
+                backend.run(*given, in_e4m3.store, metadata, None, in_e4m3.scales)
             made = torch.empty(7, shape.num_heads, shape.nope_dim + shape.value_dim)
             vectors = torch.empty(7, shape.width, dtype=torch.bfloat16)
             latent_keys.join_keys(made.bfloat16(), vectors, shape)
             weight = torch.ones(shape.rank, dtype=torch.bfloat16)
             places = torch.zeros(len(problem.q), dtype=torch.int32)
-            latent_store.rotate_and_store_latent(
-                problem.q,
-                torch.empty(len(problem.q), shape.width, dtype=torch.bfloat16),
-                LatentNorm(weight=weight, eps=1e-6, is_interleaved=True),
-                torch.empty(64, shape.rope_dim),
-                places,
-                problem.store,
-                0,
-                places,
-            )
+            for case in (problem, in_e4m3):
+                latent_store.rotate_and_store_latent(
+                    problem.q,
+                    torch.empty(len(problem.q), shape.width, dtype=torch.bfloat16),
+                    LatentNorm(weight=weight, eps=1e-6, is_interleaved=True),
+                    torch.empty(64, shape.rope_dim),
+                    places,
+                    case.store,
+                    0,
+                    places,
+                    case.scales,
+                )
         for scores, bias, num_tokens in (("sigmoid", torch.zeros(256), 7), ("softmax", None, 300)):
             selection = Selection(
                 scores=scores, bias=bias, num_groups=8, num_chosen_groups=4, scale=2.5

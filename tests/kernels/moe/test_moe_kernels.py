@@ -25,7 +25,9 @@ from kernels.moe.held import held_routes
 from kernels.moe.load import count_routes
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
+from kernels.moe.shared import SharedMatrices
 from kernels.moe.tiles import FewTile, Tile
+from kernels.reference import silu_mul
 from tests.harness.gpus import gpu
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
@@ -279,7 +281,40 @@ def _check_products(
     assert not few_down(rounded, down, routes, few)[2:3].any()
 
 
+def _check_shared(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, few: FewTile = FEW
+) -> None:
+    """Of three tokens, the last one padding; sizes: experts, active ones, hidden, inner, parts."""
+    num_experts, num_active, hidden, inner, num_parts = sizes
+    make = {"dtype": dtype, "device": device}
+    x = random_tensor(3, hidden, **make)
+    gate_up = random_tensor(num_experts, 2 * inner, hidden, scale=hidden**-0.5, **make)
+    down = random_tensor(num_experts, hidden, inner, scale=inner**-0.5, **make)
+    units = num_parts * inner
+    shared = SharedMatrices(
+        gate_up=random_tensor(2 * units, hidden, scale=hidden**-0.5, **make),
+        down=random_tensor(hidden, units, scale=units**-0.5, **make),
+    )
+    routes = random_routes(3, num_experts, num_active, device)
+    lines = few_gate_up(x, gate_up, routes, few, shared=shared).view(3, -1, inner)
+    used = has_expert(routes).view(3, num_active)
+    exact = exact_inner(x, gate_up, routes).view(3, num_active, inner)
+    assert_near(lines[:, :num_active][used], exact[used], dtype)
+    exact_shared = silu_mul(x.double() @ shared.gate_up.double().T)
+    assert_near(lines[:, num_active:].reshape(3, units), exact_shared, dtype)
+    shared_inner = lines[:, num_active:].reshape(3, units).double()
+    total = exact_outputs(lines[:, :num_active].flatten(0, 1), down, routes).sum(dim=1)
+    output = shared_inner @ shared.down.double().T
+    gate = random_tensor(3, 1, **make)
+    flat = lines.flatten(0, 1)
+    assert_near(few_down(flat, down, routes, few, shared), total + output, dtype)
+    gated = total + output * gate.double().sigmoid()
+    assert_near(few_down(flat, down, routes, few, shared, gate), gated, dtype)
+
+
 def check_products() -> None:
+    _check_shared((6, 3, 48, 40, 2), torch.float32, "cpu")
+    _check_shared((4, 2, 80, 24, 1), torch.float16, "cpu", FewTile(16, 64, 4))
     _check_products(5, (6, 3, 48, 40), torch.float32, "cpu")
     _check_products(33, (4, 2, 80, 24), torch.float32, "cpu", replace(TILE, group_m=1))
     _check_products(9, (3, 3, 64, 32), torch.float16, "cpu", replace(TILE, block_n=64))
@@ -419,6 +454,15 @@ def test_products_of_experts_on_a_gpu(
 
 
 @pytest.mark.gpu
+@GPU_DTYPES
+@pytest.mark.parametrize("sizes", [(64, 6, 2048, 1408, 2), (9, 3, 250, 72, 1)])
+def test_a_shared_expert_is_computed_with_a_tokens_others_on_a_gpu(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    _check_shared(sizes, dtype, "cuda", FewTile(16, 256, 4))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 128, 129, 1025])
 def test_the_sum_on_a_gpu(num_tokens: int) -> None:
     _check_combine(num_tokens, "cuda")
@@ -438,7 +482,7 @@ def test_permuted_tokens_permute_outputs_bitwise_on_a_gpu(dtype: torch.dtype, ti
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [2, 40])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
 @pytest.mark.parametrize("prefetch_k", [0, 256])
 def test_layers_in_a_graph_wait_for_each_other(num_tokens: int, prefetch_k: int) -> None:
     """Each kernel starts before its input is there; a missing wait would read old values."""
@@ -446,6 +490,10 @@ def test_layers_in_a_graph_wait_for_each_other(num_tokens: int, prefetch_k: int)
     x, router = random_tensor(num_tokens, 512, **make), random_tensor(16, 512, **make)
     gate_up = random_tensor(16, 768, 512, scale=0.1, **make)
     down = random_tensor(16, 512, 384, scale=0.1, **make)
+    shared = None
+    if num_tokens == 1:
+        first, second = gate_up[:2].flatten(0, 1), torch.cat([*down[:2]], dim=1)
+        shared = SharedMatrices(gate_up=first, down=second)
     tile, few = Tile(16, 64, 64, 1, 4, 3), FewTile(16, 256, 4)
     by_tma = prefetch_k > 0 and _by_tma("cuda", 512, 384)
     tile = replace(tile, by_tma=by_tma)
@@ -456,7 +504,8 @@ def test_layers_in_a_graph_wait_for_each_other(num_tokens: int, prefetch_k: int)
         for _ in range(4):
             routes = route(y, router, 4, normalises=True)
             if num_tokens <= 4:
-                y = few_down(few_gate_up(y, gate_up, routes, few), down, routes, tiles[1])
+                lines = few_gate_up(y, gate_up, routes, few, shared=shared)
+                y = few_down(lines, down, routes, tiles[1], shared)
             else:
                 blocks = align(routes.ids, 16, 16)
                 inner = grouped_gate_up(y, gate_up, routes, blocks, tile)

@@ -151,6 +151,32 @@ def test_interpreted_kernels_are_their_formula(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_no_code_is_read_back_where_it_was_made() -> None:
+    """ptxas takes another register where it merges codes in pairs; see token_groups.py."""
+    from kernels.linear.small import tile_counters
+    from kernels.quant import coded_norm, fp8_pieces, token_groups
+    from kernels.quant.fp8_linear import Fp8Operand
+    from tests.kernels.cross_compile import compiled_for
+
+    kept: list[Any] = []
+    x = torch.empty(3, 4096, dtype=torch.bfloat16)
+    with compiled_for(gpu("H200"), coded_norm, token_groups, fp8_pieces, kept=kept):
+        for group in (128, 4096):
+            form = InputForm(pieces=2, group=group)
+            token_groups.code_tokens(x, form)
+            coded_norm.rms_norm_coded(x, x.clone(), x[0], 1e-6, form)
+        weight = Fp8Operand(
+            codes=torch.empty(1024, 4096, dtype=torch.float8_e4m3fn),
+            scales=torch.empty(1024, 1), tile_rows=1, tile_columns=4096,
+        )  # fmt: skip
+        fp8_pieces.fp8_pieces_linear(x, weight, torch.bfloat16, tile_counters(CPU))
+    assert len(kept) == 5
+    for made in kept:
+        assert "e4m3x2.f32" in made.asm["ptx"]
+        assert "f16x2.e4m3x2" not in made.asm["ptx"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 32, 64])
 def test_no_instruction_is_spent_on_a_weight(num_tokens: int) -> None:
     """Both operands of a product come from shared memory, and the sums fit the registers."""

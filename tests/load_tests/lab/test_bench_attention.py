@@ -1,7 +1,7 @@
 """The bench of attention backends, on a CPU: what it counts, and what it says of who cannot run."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,3 +52,16 @@ def test_a_wrong_output_is_marked() -> None:
     )
     assert not result.is_right
     assert "WRONG" in result.cell
+
+
+def test_a_stopped_run_shows_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> Iterator[bench.Result]:
+        yield bench.Result(contender="flex", case="8 x 1024", has_sinks=False, tflops=321.0)
+        raise SystemExit("stopped")
+
+    monkeypatch.setattr(bench, "results", stopped)
+    with pytest.raises(SystemExit):
+        bench.main([])
+    assert "321" in capsys.readouterr().out

@@ -13,7 +13,13 @@ from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
-from load_tests.lab.moe_step import Call, MoeStep, quantised_layers, random_layers
+from load_tests.lab.moe_step import (
+    Call,
+    MoeStep,
+    num_repeats_in_graph,
+    quantised_layers,
+    random_layers,
+)
 from load_tests.lab.moe_tuning import (
     FEW_TILES,
     PREFETCHES,
@@ -146,3 +152,10 @@ def test_every_number_of_tokens_has_tiles_to_try() -> None:
         for num_tokens in TUNED_TOKENS:
             for height in heights(shape, num_tokens):
                 assert any(tile.block_m == height for tile in TILES)
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "us", "repeats"), [(4, 20.0, 8), (1, 20.0, 32), (4, 9_000.0, 3), (4, 56_000.0, 1)]
+)
+def test_long_calls_are_repeated_less(num_calls: int, us: float, repeats: int) -> None:
+    assert num_repeats_in_graph(num_calls, us) == repeats
