@@ -100,6 +100,8 @@ def set_http_proxy(wish: HttpProxy) -> None:
     asked = asked_ha_proxy()
     is_haproxy, reason = choose(wish, host, asked)
     name = "HAProxy" if is_haproxy else "Serve's Python proxy"
+    if host.cluster and asked is None:
+        name, reason = "what Ray's operator chose", f"it runs already ({host.cluster})"
     print(f"HTTP connections are taken by {name}: {reason}", file=sys.stderr)
     if is_haproxy and asked is None:
         folder = Path(tempfile.mkdtemp(prefix="laps-haproxy-"))
