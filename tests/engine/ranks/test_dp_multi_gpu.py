@@ -35,7 +35,16 @@ DP = {
 }
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 NEXT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
-LARGEST_GAP = 0.25  # of log-probabilities: 16-bit numbers, and sums in another order
+IN_FP32 = {
+    "model__dtype": "float32",
+    "model__attention__prefill": "reference",  # the one that computes in fp32
+    "model__attention__decode": "reference",
+    "execution__cuda_graphs": False,
+}
+IN_GRAPHS = {"execution__cuda_graphs": True}
+GAP = {"fp32": 0.01, "graphs": 0.25}  # of log-probabilities: sums in another order
+# In 16 bits a choice between experts turns now and then: of one engine without ranks, too.
+SHARE_ABOVE = {"fp32": 0.0, "graphs": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +57,14 @@ def _build(comm: Comm, settings: dict[str, Any]) -> Executor:
     return start_engine(comm, **settings).executor
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(("name", "form"), [("fp32", IN_FP32), ("graphs", IN_GRAPHS)])
 def test_tokens_are_those_that_one_gpu_nearly_says(
-    has_graphs: bool, ranks: RankProcesses, tmp_path: Path
+    name: str, form: dict[str, Any], ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """More requests than rows, every kind of sampling; an idle rank at the end, and at first."""
     sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
     save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
-    settings = ALONE | {"model__path": str(tmp_path), "execution__cuda_graphs": has_graphs}
+    settings = ALONE | {"model__path": str(tmp_path)} | form
     alone = start_engine(**settings)
     work = [(list(range(40, 51)), GREEDY), *mixed_work(seed=7, count=60)]
     with LedRanks(ranks, _build, settings | DP) as led:
@@ -80,4 +89,5 @@ def test_tokens_are_those_that_one_gpu_nearly_says(
         best = [numbers[0] for piece in pieces for numbers in piece.top_logprobs]
         assert len(chosen) == len(text) - 1
         gaps += [b - c for b, c in zip(best, chosen, strict=True)][-GREEDY.max_tokens :]
-    assert max(gaps) < LARGEST_GAP
+    num_above = sum(gap > GAP[name] for gap in gaps)
+    assert num_above <= SHARE_ABOVE[name] * len(gaps), sorted(gaps)[-20:]
