@@ -81,10 +81,18 @@ class Lifeline:
         """Checks once; returns True if nobody was heard or expected for `silence_s`."""
         self._num_looks += 1
         silent_s = (self._num_looks - self._look_of_last_beat) * CHECK_EVERY_S
-        if silent_s > self._silence_s / 2 and self._is_expected():
+        if silent_s > self._silence_s / 2 and self._expects_somebody():
             self.beat()
             return False
         return silent_s > self._silence_s
+
+    def _expects_somebody(self) -> bool:
+        """False, too, where that cannot be asked: the thread must live on to end the actor."""
+        try:
+            return self._is_expected()
+        except Exception:
+            logger.exception("whether a supervisor is alive cannot be asked")
+            return False
 
     def _watch(self) -> None:
         while not self.look():

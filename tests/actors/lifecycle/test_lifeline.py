@@ -18,3 +18,11 @@ def test_a_supervisor_that_ray_knows_is_waited_for_and_one_that_it_knows_no_more
     known.clear()
     looks = [lifeline.look() for _ in range(5)]
     assert looks.index(True) >= 2, "from half the silence on it was not asked for"
+
+
+def test_a_question_that_fails_leaves_the_silence_to_decide() -> None:
+    def fail() -> bool:
+        raise RuntimeError("Ray is gone")
+
+    lifeline = Lifeline(4 * CHECK_EVERY_S, fail)
+    assert [lifeline.look() for _ in range(5)] == [False] * 4 + [True]
