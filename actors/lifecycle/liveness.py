@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 
 import ray
-from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_NAMESPACE  # Serve has no public name for it
 
 from actors.lifecycle.deployment import DeploymentSpec
@@ -108,11 +107,11 @@ class Lifeline:
 def has_supervisor(spec: DeploymentSpec) -> bool:
     """Whether Ray takes the deployment's supervisor to be alive, or to be starting.
 
-    Waits for Ray's control store. False if that cannot be asked.
+    Waits for Ray's control store. Raises RayError if that cannot be asked.
     """
     try:
         ray.get_actor(spec.supervisor, SERVE_NAMESPACE)
-    except (ValueError, RayError):
+    except ValueError:
         return False
     return True
 

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
+
+T = TypeVar("T")
 
 COMPARE_EVERY = 64  # steps
 MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
@@ -123,34 +126,31 @@ class RankReports:
 
     def wait_digests(self, step: int, timeout_s: float) -> dict[int, bytes]:
         """Rank -> its digest of a step. Raises WorkerError if one says nothing in time, or ends."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_complete(step) or self._end, timeout_s)
-            if self._is_complete(step):
-                return self._digests.pop(step)
-            if self._end is not None:
-                raise self._end.error()
-            heard = sorted(self._digests.get(step, {}))
-            raise WorkerError(f"step {step}: only ranks {heard} followed within {timeout_s:.0f} s")
+        return self._wait(self._digests, step, range(1, self._num_followers + 1), timeout_s)
 
     def wait_results(
         self, step: int, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, StepResult]:
         """Rank -> its result of a step. Raises WorkerError if one comes too late, or ends."""
-        if not ranks:
-            return {}
+        return self._wait(self._results, step, ranks, timeout_s) if ranks else {}
+
+    def _wait(
+        self, said: dict[int, dict[int, T]], step: int, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, T]:
+        """Takes what all `ranks` said of a step; said: step -> rank -> it."""
         with self._changed:
 
-            def are_there() -> bool:
-                return len(self._results.get(step, {})) == len(ranks)
+            def is_complete() -> bool:
+                return len(said.get(step, {})) == len(ranks)
 
-            self._changed.wait_for(lambda: are_there() or self._end, timeout_s)
-            if are_there():
-                return self._results.pop(step)
+            self._changed.wait_for(lambda: is_complete() or self._end, timeout_s)
+            if is_complete():
+                return said.pop(step)
             if self._end is not None:
                 raise self._end.error()
-            heard = sorted(self._results.get(step, {}))
+            heard = sorted(said.get(step, {}))
             raise WorkerError(
-                f"step {step}: only ranks {heard} of {list(ranks)} had results within"
+                f"step {step}: only ranks {heard} of {list(ranks)} followed within"
                 f" {timeout_s:.0f} s"
             )
 
@@ -159,9 +159,6 @@ class RankReports:
         with self._changed:
             self._changed.wait_for(lambda: self._end, timeout_s)
             return self._end
-
-    def _is_complete(self, step: int) -> bool:
-        return len(self._digests.get(step, {})) == self._num_followers
 
     def _take(self) -> None:
         while self._end is None:

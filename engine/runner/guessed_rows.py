@@ -80,7 +80,8 @@ class GuessedRows:
         """The plan with true numbers; waits for the device."""
         if not (plan.ahead or plan.open_ended):
             return plan
-        behind = [self._states.shortfalls.tolist()[row] for row in plan.rows]
+        shortfalls = self._states.shortfalls.tolist()
+        behind = [shortfalls[row] for row in plan.rows]
         num_computed, num_new = list(plan.num_computed_tokens), list(plan.num_new_tokens)
         drafts = dict(plan.drafts)
         for index in plan.ahead:
