@@ -11,8 +11,9 @@ why. The floor is the weight's bytes over the memory's rate or the operations ov
 (at twice bfloat16's rate where both operands are FP8), whichever is longer.
 
 `chosen` is what the engine runs by itself, `pieces` what it runs after a norm or a gate for up to
-64 tokens, `weights` decodes weights in registers, `many` is what it runs for many tokens; `--tune`
-tries other tilings of `weights` and `pieces`, and of products of FP8 tiles.
+64 tokens, `one` multiplies one token without matrix units, `weights` decodes weights in registers,
+`many` is what it runs for many tokens; `--tune` tries other tilings of `one`, `weights` and
+`pieces`, and of products of FP8 tiles.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
 from kernels.quant.fp8_pieces import fp8_pieces_linear
+from kernels.quant.one_token import fp8_one_token
 from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
@@ -173,6 +175,8 @@ def ways_of(
     if num_tokens >= 64:
         products = [_gate(linear.product.many, gated) for linear in maps]
         yield Way(name="many", products=products, is_rounded=is_rounded)
+    if num_tokens == 1:
+        yield from _one_token_ways(maps, gated=gated, tune=tune)
     form = maps[0].form(num_tokens)
     if form is not None and form.pieces == 2:
         yield from _pieces_ways(maps, form, num_tokens, gated=gated, tune=tune)
@@ -202,6 +206,19 @@ def _rounded_ways(
         for cut in BLOCK_TILINGS:
             products = [_gate(_by_blocks(operand, cut), gated) for operand in operands]
             yield Way(name=f"blocks {_numbers(cut)}", products=products, is_rounded=True)
+
+
+def _one_token_ways(maps: Sequence[QuantizedLinear], *, gated: bool, tune: bool) -> Iterator[Way]:
+    """FP8 weights and one token, without matrix units."""
+    operands = [linear.product.weight for linear in maps if isinstance(linear.product, Fp8Matrix)]
+    if operands:
+        for cut in (None, *(ONE_TOKEN_TILINGS if tune else ())):
+            name = "one" if cut is None else f"one {_numbers(cut)}"
+            yield Way(name=name, products=[_of_one(operand, cut, gated) for operand in operands])
+
+
+def _of_one(operand: Fp8Operand, cut: QuantConfig | None, gated: bool) -> Product:
+    return lambda x: fp8_one_token(x, operand, cut, gated=gated)
 
 
 def _pieces_ways(
@@ -312,6 +329,22 @@ PIECES_TILINGS = {
         (64, ((64, 128, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3), (64, 256, 8, 4))),
     )
 }  # fmt: skip
+ONE_TOKEN_TILINGS = [
+    QuantConfig(
+        block_m=1, block_n=n, block_k=k, num_warps=warps, num_stages=stages, prefetch_bytes=prefetch
+    )
+    for n, k, warps, stages in (
+        (8, 512, 4, 5),
+        (8, 512, 4, 9),
+        (16, 512, 4, 5),
+        (16, 512, 4, 9),
+        (16, 512, 8, 5),
+        (32, 512, 4, 5),
+        (32, 512, 8, 5),
+        (16, 1024, 4, 5),
+    )
+    for prefetch in (0, 512, 4096)
+]
 BLOCK_TILINGS = [
     BlocksConfig(block_m=m, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p)
     for m, n, w, s, p in (
