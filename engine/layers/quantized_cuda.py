@@ -10,7 +10,7 @@ What runs, by format, scales, number of tokens:
 
     pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
                 only, else weights
-    one token   inputs as they are, no matrix units: `fp8_one_token`; only if `ONE_TOKEN`
+    one token   inputs as they are, no matrix units: `one_token`; only if `ONE_TOKEN`
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -54,7 +54,7 @@ from kernels.quant.fp8_pieces import (
     supports_pieces,
 )
 from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
-from kernels.quant.one_token import fp8_one_token
+from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
 from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import code_tokens
@@ -65,7 +65,7 @@ MATRIX_FROM = 512
 # Up to so many tokens each program of a product may code the inputs that it reads, of more it would
 # spend most of its instructions on them.
 CODED_INSIDE_TO = 16
-# Whether matrix units are not used for one token and FP8 weights: not until that is measured.
+# Whether one token is multiplied without matrix units, where that can be: not until it is measured.
 ONE_TOKEN = False
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
@@ -190,6 +190,8 @@ class FourBitMatrix:
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
+        if ONE_TOKEN and len(x) == 1 and config is None and supports_one_token(self.weight):
+            return int4_one_token(x, self.weight, gated=gated)
         return int4_linear(x, self.weight, counters, config, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:

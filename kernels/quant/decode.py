@@ -135,6 +135,47 @@ def take_apart(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: AN
     return low, high
 
 
+# Four bytes become eight fp32: 1 + q / 256 of their low numbers, 1 + q / 16 of their high ones.
+WIDEN_INT4 = """
+{
+.reg .b32 bits, one;
+mov.b32 one, 0x3f800000;
+shl.b32 bits, $8, 15;
+lop3.b32 $0, bits, 0x00078000, one, 0xea;
+lop3.b32 $4, bits, 0x00780000, one, 0xea;
+shl.b32 bits, $8, 7;
+lop3.b32 $1, bits, 0x00078000, one, 0xea;
+lop3.b32 $5, bits, 0x00780000, one, 0xea;
+shr.b32 bits, $8, 1;
+lop3.b32 $2, bits, 0x00078000, one, 0xea;
+lop3.b32 $6, bits, 0x00780000, one, 0xea;
+shr.b32 bits, $8, 9;
+lop3.b32 $3, bits, 0x00078000, one, 0xea;
+lop3.b32 $7, bits, 0x00780000, one, 0xea;
+}
+"""
+_WIDEN_INT4 = tl.constexpr(WIDEN_INT4)
+
+
+@triton.jit
+def widen_int4(packed, USES_PTX: tl.constexpr):  # noqa: ANN201
+    """packed: uint8 tile; returns fp32: 1 + q / 256 of its low, 1 + q / 16 of its high numbers."""
+    if USES_PTX:
+        low, high = tl.inline_asm_elementwise(
+            _WIDEN_INT4,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        bits = packed.to(tl.int32) << 15
+        low = ((bits & 0x00078000) | 0x3F800000).to(tl.float32, bitcast=True)
+        high = ((bits & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return low, high
+
+
 # As above. A product with 2^12 + 2^6 has four bits twice, for the sign and for the others; factors
 # then correct the exponents.
 _E2M1 = """

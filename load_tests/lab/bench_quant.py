@@ -32,7 +32,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight, WeightFormat, build_gated, build_linear
-from engine.layers.quantized_cuda import Fp8Blocks, Fp8Matrix, QuantizedLinear
+from engine.layers.quantized_cuda import FourBitMatrix, Fp8Blocks, Fp8Matrix, QuantizedLinear
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.fused import TritonOps
 from kernels.linear.small import tile_counters
@@ -41,7 +41,7 @@ from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
 from kernels.quant.fp8_pieces import fp8_pieces_linear
-from kernels.quant.one_token import fp8_one_token
+from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
 from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
@@ -209,16 +209,23 @@ def _rounded_ways(
 
 
 def _one_token_ways(maps: Sequence[QuantizedLinear], *, gated: bool, tune: bool) -> Iterator[Way]:
-    """FP8 weights and one token, without matrix units."""
-    operands = [linear.product.weight for linear in maps if isinstance(linear.product, Fp8Matrix)]
-    if operands:
-        for cut in (None, *(ONE_TOKEN_TILINGS if tune else ())):
-            name = "one" if cut is None else f"one {_numbers(cut)}"
-            yield Way(name=name, products=[_of_one(operand, cut, gated) for operand in operands])
+    """One token, without matrix units; nothing for 4-bit floats."""
+    for cut in (None, *(ONE_TOKEN_TILINGS if tune else ())):
+        name = "one" if cut is None else f"one {_numbers(cut)}"
+        products = [made for linear in maps if (made := _of_one(linear, cut, gated))]
+        if products:
+            yield Way(name=name, products=products)
 
 
-def _of_one(operand: Fp8Operand, cut: QuantConfig | None, gated: bool) -> Product:
-    return lambda x: fp8_one_token(x, operand, cut, gated=gated)
+def _of_one(linear: QuantizedLinear, cut: QuantConfig | None, gated: bool) -> Product | None:
+    product = linear.product
+    if isinstance(product, Fp8Matrix):
+        fp8 = product.weight
+        return lambda x: fp8_one_token(x, fp8, cut, gated=gated)
+    if isinstance(product, FourBitMatrix) and supports_one_token(product.weight):
+        int4 = product.weight
+        return lambda x: int4_one_token(x, int4, cut, gated=gated)
+    return None
 
 
 def _pieces_ways(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.layers.quantized_weight import e2m1_values
-from kernels.quant.decode import RAISE_INT4, SCALE_E2M1, WIDEN_E2M1, WIDEN_E4M3
+from kernels.quant.decode import RAISE_INT4, SCALE_E2M1, WIDEN_E2M1, WIDEN_E4M3, WIDEN_INT4
 from kernels.quant.e2m1_words import DECODE_WORD, pack_scales, pack_words
 
 Words = NDArray[np.uint32]
@@ -111,6 +111,15 @@ def test_instructions_raise_every_number_of_four_bits() -> None:
         for words, numbers in ((low, codes & 15), (high, codes >> 4)):
             ours = _bf16(words >> np.uint32(shift)).float().numpy()
             assert np.array_equal(ours, 128 + numbers)
+
+
+def test_instructions_widen_every_number_of_four_bits_to_fp32() -> None:
+    words = EVERY_PAIR | (EVERY_PAIR[::-1] << np.uint32(16))
+    found = _execute(WIDEN_INT4, words, 8)
+    for place, bits in enumerate(found):
+        factor, shift = (256, 0) if place < 4 else (16, 4)
+        numbers = words >> np.uint32(8 * (place % 4) + shift) & np.uint32(15)
+        assert np.array_equal(bits.view(np.float32), 1 + numbers / factor)
 
 
 def test_instructions_widen_every_number_of_e2m1_exactly() -> None:

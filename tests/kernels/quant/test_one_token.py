@@ -1,4 +1,4 @@
-"""Products of one token and FP8 weights, without matrix units."""
+"""Products of one token and quantised weights, without matrix units."""
 
 import re
 from typing import Any
@@ -6,26 +6,27 @@ from typing import Any
 import pytest
 import torch
 
+from engine.layers.linear import WeightFormat
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product
-from tests.kernels.quant.quant_cases import Case, fp8_case
+from tests.kernels.quant.quant_cases import Case, fp8_case, int4_case
 
 MODULE = "tests.kernels.quant.test_one_token"
 
 
-def _operand(case: Case) -> Any:
-    from engine.layers.quantized_cuda import _fp8_operand
+def _check(case: Case, cut: Any, *, gated: bool) -> None:
+    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
+    from kernels.quant.one_token import fp8_one_token, int4_one_token
 
     assert case.weight.scales is not None
-    return _fp8_operand(case.weight, case.weight.scales)
-
-
-def _check(case: Case, cut: Any, *, gated: bool) -> None:
-    from kernels.quant.one_token import fp8_one_token
-
+    if case.weight.format is WeightFormat.FP8:
+        fp8 = _fp8_operand(case.weight, case.weight.scales)
+        ours = fp8_one_token(case.x, fp8, cut, gated=gated)
+    else:
+        int4 = _four_bit_operand(case.weight, case.weight.scales)
+        ours = int4_one_token(case.x, int4, cut, gated=gated)
     exact = exact_gated if gated else exact_product
-    ours = fp8_one_token(case.x, _operand(case), cut, gated=gated)
     assert_near(ours, exact(case.x, case.exact, case.weight.bias), case.x.dtype)
 
 
@@ -48,37 +49,53 @@ def check_products_interpreted() -> None:
             _check(case, cut, gated=gated)
 
 
+def check_int4_interpreted() -> None:
+    """A group is a run, half a run, several runs or a row, with zero points and without."""
+    from kernels.quant.fp8_linear import QuantConfig
+
+    narrow = QuantConfig(block_m=1, block_n=32, block_k=64)
+    for rows, columns, group, has_zeros, dtype, cut in (
+        (80, 256, 128, True, torch.float32, narrow),
+        (48, 384, 64, True, torch.float16, None),
+        (64, 192, 32, False, torch.float32, narrow),
+        (48, 96, 96, True, torch.float32, narrow),
+    ):
+        for gated in (False, True):
+            case = int4_case(
+                (1, rows, columns), group, dtype, CPU, has_zeros=has_zeros, with_bias=gated
+            )
+            _check(case, cut, gated=gated)
+
+
 @pytest.mark.slow
-def test_interpreted_kernel_is_its_formula() -> None:
-    run_interpreted(f"{MODULE}:check_products_interpreted")
+@pytest.mark.parametrize("name", ["products", "int4"])
+def test_interpreted_kernels_are_their_formula(name: str) -> None:
+    run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
 
 def check_layers_interpreted() -> None:
     """With the switch one token is multiplied so, and no norm codes it; more tokens as before."""
     from engine.layers import quantized_cuda
     from engine.layers.quantized_cuda import QuantizedLinear
-    from kernels.quant.one_token import fp8_one_token
 
-    case = fp8_case((1, 96, 128), (1, 128), torch.float16, CPU)
-    patch, calls = pytest.MonkeyPatch(), 0
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("with matrix units")
 
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return fp8_one_token(*args, **options)
-
+    fp8 = fp8_case((1, 96, 128), (1, 128), torch.float16, CPU)
+    int4 = int4_case((1, 96, 128), 32, torch.float16, CPU)
+    patch = pytest.MonkeyPatch()
     patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
-    patch.setattr(quantized_cuda, "fp8_one_token", counted)
-    linear = QuantizedLinear(case.weight)
-    fixed = QuantizedLinear(case.weight, is_deterministic=True)
-    for is_on in (False, True):
-        patch.setattr(quantized_cuda, "ONE_TOKEN", is_on)
-        assert (linear.form(1) is None) == is_on
-        assert linear.form(2) is not None
-        exact = exact_product(case.x, case.exact, None)
-        for each in (linear, fixed):
-            assert_near(each(case.x), exact, torch.float16)
-    assert calls == 1, "once, and never in deterministic mode"
+    made = [QuantizedLinear(case.weight) for case in (fp8, int4)]
+    assert made[0].form(1) is not None
+    patch.setattr(quantized_cuda, "ONE_TOKEN", True)
+    assert made[0].form(1) is None
+    assert made[0].form(2) is not None
+    for name in ("fp8_linear", "fp8_pieces_linear", "int4_linear"):
+        patch.setattr(quantized_cuda, name, refuse)
+    for linear, case in zip(made, (fp8, int4), strict=True):
+        assert_near(linear(case.x), exact_product(case.x, case.exact, None), torch.float16)
+        with pytest.raises(AssertionError, match="with matrix units"):
+            QuantizedLinear(case.weight, is_deterministic=True)(case.x)
     patch.undo()
 
 
@@ -88,49 +105,62 @@ def test_one_switch_chooses_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [(1, 4096), (128, 128)])
-def test_threads_of_the_loop_share_nothing(tile: tuple[int, int]) -> None:
-    """Loads of 16 bytes; numbers are exchanged between threads after the loop alone."""
+@pytest.mark.parametrize("form", ["fp8 rows", "fp8 tiles", "int4", "int4 zeros"])
+def test_threads_of_the_loop_share_nothing(form: str) -> None:
+    """Numbers are exchanged between threads after the loop alone."""
     from kernels.quant import one_token
     from kernels.quant.fp8_linear import Fp8Operand
+    from kernels.quant.int4_linear import FourBitOperand
+    from kernels.quant.steps import Codes
     from tests.kernels.cross_compile import compiled_for
 
-    rows, columns = tile
-    weight = Fp8Operand(
-        codes=torch.empty(4096, 4096, dtype=torch.float8_e4m3fn),
-        scales=torch.empty(4096 // rows, 4096 // columns), tile_rows=rows, tile_columns=columns,
-    )  # fmt: skip
     kept: list[Any] = []
+    x = torch.empty(1, 4096, dtype=torch.bfloat16)
     with compiled_for(gpu("H200"), one_token, kept=kept):
-        one_token.fp8_one_token(torch.empty(1, 4096, dtype=torch.bfloat16), weight)
-    (made,) = kept
-    code = made.asm["ptx"]
-    (loop,) = re.findall(r"\n(\$L\w+):.*?\n(.*)bra\s+\1;", code, re.DOTALL)
-    assert "fma.rn.f32" in loop[1] or "mul.f32" in loop[1]
-    for exchange in ("shfl", "st.shared"):
-        assert exchange not in loop[1]
-    assert "cp.async.cg.shared.global" in loop[1]
-    assert "mma" not in code
+        if form.startswith("fp8"):
+            rows, columns = (1, 4096) if form == "fp8 rows" else (128, 128)
+            fp8 = Fp8Operand(
+                codes=torch.empty(4096, 4096, dtype=torch.float8_e4m3fn),
+                scales=torch.empty(4096 // rows, 4096 // columns),
+                tile_rows=rows, tile_columns=columns,
+            )  # fmt: skip
+            one_token.fp8_one_token(x, fp8)
+        else:
+            int4 = FourBitOperand(
+                packed=torch.empty(4096, 2048, dtype=torch.uint8),
+                scales=torch.empty(4096, 32, dtype=torch.int32), half=64, group=128,
+                codes=Codes.INT4 if form == "int4" else Codes.INT4_ZEROS,
+            )  # fmt: skip
+            one_token.int4_one_token(x, int4)
+    code = kept[0].asm["ptx"]
+    ((_, loop),) = re.findall(r"\n(\$L\w+):.*?\n(.*)bra\s+\1;", code, re.DOTALL)
+    assert "cp.async.cg.shared.global" in loop, "loads of less than 16 bytes"
+    for exchange in ("shfl", "st.shared", "mma"):
+        assert exchange not in loop
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [(1, None), (128, 128), (32, 64)])
-def test_products_are_those_of_the_weights(tile: tuple[int, int | None]) -> None:
+@pytest.mark.parametrize("form", ["fp8 rows", "fp8 tiles", "int4", "int4 zeros"])
+def test_products_are_those_of_the_weights(form: str) -> None:
     from kernels.quant.fp8_linear import QuantConfig
 
     cuts = [
         QuantConfig(block_m=1, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
         for n, k, warps, stages in ((8, 512, 4, 9), (16, 1024, 4, 5), (32, 512, 8, 5))
     ]
-    for rows, columns in ((24576, 4096), (4096, 12288), (1040, 784), (6144, 4096)):
+    for rows, columns in ((24576, 4096), (4096, 12288), (1040, 896), (6144, 4096)):
+        shape = (1, rows, columns)
         for gated in (False, True):
-            case = fp8_case(
-                (1, rows, columns), (tile[0], tile[1] or columns), torch.bfloat16, GPU,
-                with_bias=gated,
-            )  # fmt: skip
-            _check(case, None, gated=gated)
-            for cut in cuts:
+            if form.startswith("fp8"):
+                tile = (1, columns) if form == "fp8 rows" else (128, 128)
+                case = fp8_case(shape, tile, torch.bfloat16, GPU, with_bias=gated)
+            else:
+                has_zeros = form == "int4 zeros"
+                case = int4_case(
+                    shape, 128, torch.bfloat16, GPU, has_zeros=has_zeros, with_bias=gated
+                )
+            for cut in (None, *cuts):
                 _check(case, cut, gated=gated)
