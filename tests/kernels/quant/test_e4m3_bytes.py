@@ -25,7 +25,7 @@ def _encode_kernel(  # noqa: ANN202
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     codes = encode_e4m3(tl.load(x_ptr + place), KNOWS_E4M3)
     tl.store(codes_ptr + place, codes)
-    tl.store(back_ptr + place, decode_e4m3(codes, tl.float32, KNOWS_E4M3, False))
+    tl.store(back_ptr + place, decode_e4m3(codes, tl.float32, KNOWS_E4M3, False, True))
 
 
 def _all_numbers() -> Tensor:
@@ -43,6 +43,7 @@ def check(device: str = "cpu") -> None:
     expected = to_e4m3(x.view(-1, 1, 1), ONE.to(device)).view(-1)
     assert torch.equal(codes[is_number], expected[is_number])
     assert (codes[~is_number] == 127).all()
+    assert back[~is_number].isnan().all()
     assert torch.equal(back[is_number], from_e4m3(expected, torch.float32)[is_number])
 
 
