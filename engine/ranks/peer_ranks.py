@@ -30,7 +30,6 @@ from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, NUM_SLOTS
 from kernels.comm.stream import fits_stream, stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
-from kernels.device import device_properties
 
 logger = logging.getLogger(__name__)
 
@@ -258,8 +257,8 @@ def _exchange(comm: Comm, offer: _Offer) -> list[_Offer]:
 
 
 def _kind_of(device: torch.device) -> str:
-    found = device_properties(device)
-    return f"{found.name} of {found.num_sms} multiprocessors"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} of {found.multi_processor_count} multiprocessors"
 
 
 def _unlike(offers: Sequence[_Offer]) -> str | None:
