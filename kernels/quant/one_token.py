@@ -96,6 +96,10 @@ def _fp8_one_token_kernel(
     acc = tl.zeros((BLOCK_N, NUM_VECTORS), dtype=tl.float32)
     # The number of stages is named: else only loads for matrix units are pipelined.
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        # Of what is loaded last, the weights, the compiler takes how numbers lie in threads.
+        if NUM_TILES > 1:
+            index = tl.minimum((k + vectors) // TILE_COLUMNS, NUM_TILES - 1)
+            scales = tl.load(scale_pointers[:, None] + index[None, :])
         if K % BLOCK_K == 0:
             x = tl.load(x_ptr + k + k_offsets)
             codes = tl.load(codes_pointers + k)
@@ -105,8 +109,6 @@ def _fp8_one_token_kernel(
             codes = tl.load(codes_pointers + k, mask=is_column[None, :], other=0)
         total = _sums(codes, x, KNOWS_E4M3)
         if NUM_TILES > 1:
-            index = tl.minimum((k + vectors) // TILE_COLUMNS, NUM_TILES - 1)
-            scales = tl.load(scale_pointers[:, None] + index[None, :])
             acc = tl.fma(total, scales, acc)
         else:
             acc += total
@@ -217,7 +219,7 @@ def _int4_one_token_kernel(
     acc = tl.zeros((BLOCK_N, NUM_VECTORS), dtype=tl.float32)
     # The number of stages is named: else only loads for matrix units are pipelined.
     for start in tl.range(0, ROW_BYTES, BLOCK_BYTES, num_stages=NUM_STAGES):
-        # Of what is loaded last, the weights, the compiler takes how numbers lie in threads.
+        # As above, weights are loaded last.
         column = (start + vectors) // HALF * (2 * HALF)
         group = tl.minimum(column // GROUP, NUM_GROUPS - 1)
         scale, zero = load_scale(scale_pointers + group[None, :], CODES)

@@ -327,13 +327,34 @@ def tilings(num_tokens: int) -> list[QuantConfig]:
 # By the tokens of a tile, which is no smaller than the number of tokens.
 PIECES_TILINGS = {
     tokens: [
-        QuantConfig(block_m=m, block_n=n, split_k=split, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in cuts
+        QuantConfig(
+            block_m=m, block_n=n, block_k=k, split_k=split, num_warps=warps, num_stages=stages
+        )
+        for m, n, k, warps, stages in cuts
         for split in (1, 2, 4, 8)
     ]
     for tokens, cuts in (
-        (16, ((16, 64, 4, 6), (16, 128, 4, 3), (16, 128, 4, 5), (16, 128, 8, 4), (16, 256, 8, 3))),
-        (64, ((64, 128, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3), (64, 256, 8, 4))),
+        (
+            16,
+            (
+                (16, 64, 128, 4, 6),
+                (16, 64, 256, 4, 4),
+                (16, 128, 128, 4, 3),
+                (16, 128, 128, 4, 5),
+                (16, 128, 128, 8, 4),
+                (16, 128, 256, 8, 4),
+                (16, 256, 128, 8, 3),
+            ),
+        ),
+        (
+            64,
+            (
+                (64, 128, 128, 4, 3),
+                (64, 128, 128, 8, 3),
+                (64, 256, 128, 8, 3),
+                (64, 256, 128, 8, 4),
+            ),
+        ),
     )
 }  # fmt: skip
 ONE_TOKEN_TILINGS = [
