@@ -1,10 +1,11 @@
 """The real channels between real Ray actors."""
 
+import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -67,9 +68,22 @@ class Pair:
     def send(self, seed: int, num_bytes: int) -> Any:
         return self.sender.send.remote(self.receiver, seed, num_bytes)
 
+    def listening(self) -> set[tuple[str, int]]:
+        """Address and port of each TCP socket on which either process listens."""
+        pids = [actor.__ray_call__.remote(lambda _: os.getpid()) for actor in self._both()]
+        return {
+            tuple(connection.laddr)
+            for pid in ray.get(pids, timeout=10)
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+
+    def _both(self) -> tuple[Any, Any]:
+        return self.sender, self.receiver
+
     def close(self) -> None:
         """Close the channels; nothing of them may stay in either process."""
-        for actor in (self.sender, self.receiver):
+        for actor in self._both():
             ray.get(actor.close.remote(), timeout=30)
             assert ray.get(actor.threads.remote(), timeout=10) == []
 
@@ -116,23 +130,11 @@ def test_keys_are_gone_once_a_pair_is_open(pair: Pair, board: str) -> None:
 
 
 def test_gloo_listens_on_the_given_address_only(pair: Pair) -> None:
-    before = listening_addresses()
+    before = pair.listening()
     pair.open("gloo_pair", epoch())
-    new = listening_addresses() - before
+    new = pair.listening() - before
     assert new
-    assert {address for address, _ in new} == {"0100007F"}, "not 127.0.0.1"
-
-
-def listening_addresses() -> set[tuple[str, str]]:
-    """(address, port) of listening TCP sockets on this host, in hexadecimal."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":  # LISTEN
-                address, port = fields[1].rsplit(":", 1)
-                found.add((address, port))
-    return found
+    assert {address for address, _ in new} == {"127.0.0.1"}
 
 
 def test_a_receive_nobody_answers_ends_at_its_deadline_and_a_new_epoch_works(pair: Pair) -> None:
