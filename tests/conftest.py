@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,19 @@ LAB = TESTS / "load_tests" / "lab"
 # A machine that is busy with other tests must not look like an example that takes too long.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    _end_on_signals()
+
+
+def _end_on_signals() -> None:
+    """End all tests, and what fixtures have started, on SIGTERM as on Ctrl-C.
+
+    Also where a shell has started pytest in the background, which ignores Ctrl-C.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -41,6 +55,7 @@ def local_ray() -> Iterator[None]:
     import ray  # takes longer than many a test
 
     ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    _end_on_signals()  # Ray's handler ends the test that runs, and no other
     yield
     ray.shutdown()
 

@@ -25,7 +25,7 @@ from serve_app import build
 
 SERVE = Path(sys.executable).with_name("serve")
 START_S = 180.0  # a cold start on a machine that is busy with other things
-GONE_S = 15.0
+GONE_S = 60.0
 NUM_STREAMS = 4
 
 
