@@ -11,6 +11,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# As this process is: Ray would put its workers at 15, near the tests without Ray that give way.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 from hypothesis import settings

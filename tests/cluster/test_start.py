@@ -282,7 +282,11 @@ def test_build_names_the_file_or_key_that_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [unknown_key, truncated_weights], ids=["key", "weights"])
+@pytest.mark.parametrize(
+    "spoil",
+    [unknown_key, pytest.param(truncated_weights, marks=pytest.mark.nightly)],
+    ids=["key", "weights"],
+)
 def test_serve_run_ends_with_one_message_and_starts_no_process(
     folders: Folders, spoil: Callable[[Folders], str], serve_run: Callable[..., ServeRun]
 ) -> None:
