@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import asdict
 
-from actors.kv_transfer.channel_choice import BETWEEN_GPUS
 from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels, device_channels
 from actors.kv_transfer.faulty_pieces import FaultyPieces
 from actors.kv_transfer.peer_links import PeerLinks
@@ -177,14 +176,7 @@ def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
     """Of this worker's store, or of its ranks' stores."""
     if not engine.rank_stores:
         return KvPieces(engine.kv_store)
-    handoff, is_on_gpu = host.config.handoff, engine.kv_store.device.type == "cuda"
-    return RankPieces(
-        engine.rank_stores,
-        host.steps,
-        handoff.transfer_deadline_s,
-        # `auto` does not take what has not run on GPUs.
-        is_on_gpu=is_on_gpu and handoff.channel in BETWEEN_GPUS,
-    )
+    return RankPieces(engine.rank_stores, host.steps, host.config.handoff.transfer_deadline_s)
 
 
 def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels:

@@ -1,8 +1,7 @@
 """The `cuda_ipc` channel from a worker of several ranks, to one, or the other way.
 
 The sender offers the stores of all its ranks. The receiver's rank 0 maps them, as it has mapped its
-own ranks' stores, and copies each head from one to the other, all on one host. No application has
-run so on GPUs: it is used only where `handoff.channel` asks for it.
+own ranks' stores, and copies each head from one to the other, all on one host.
 """
 
 import asyncio

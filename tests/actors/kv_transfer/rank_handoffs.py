@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.contracts import StagedPiece
+from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces, RankSources
 from engine.kv.layout import KvLayout
@@ -92,9 +92,10 @@ def move_once(comm: Comm, device: str, *, way: Way) -> Tensor:
                 taken = target.queue_take(slot, ids[::-1])
                 taken.wait()
                 return bool(taken.digests.tolist() == piece.digests)
-            assert isinstance(piece.data, np.ndarray)
-            moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
-            return await target.write(ids[::-1], moved)
+            data = piece.data
+            if isinstance(data, StoredBlocks):
+                data = await source.to_host(data)
+            return await target.write(ids[::-1], StagedPiece(data=data, digests=piece.digests))
 
         assert asyncio.run(move()), "digests differ"
     meet(comm)
