@@ -171,6 +171,19 @@ class RankPieces:
         num_steps = self._num_steps_before_writes
         return await self._run(lambda: self._pull(source, source_ids, ids, digests, num_steps))
 
+    async def when_writable(self, work: Callable[[], T]) -> T:
+        """Does `work` in a thread, when it may write to all blocks that have been granted.
+
+        Raises HandoffError if a rank does not end its steps in time.
+        """
+        num_steps = self._num_steps_before_writes
+
+        def wait_and_work() -> T:
+            self._wait_steps(num_steps)
+            return work()
+
+        return await self._run(wait_and_work)
+
     # ---- from any thread: queued on rank 0's GPU, not waited for ---------------------------------
 
     def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
