@@ -200,4 +200,5 @@ def add_terms(parts: Sequence[KvPart], terms: Sequence[NDArray[np.int64]]) -> li
 
 
 def _overlap(one: KvPart, other: KvPart) -> bool:
-    return one.heads.start < other.heads.stop and other.heads.start < one.heads.stop
+    first, end = one.first_head, one.first_head + one.num_heads
+    return first < other.first_head + other.num_heads and other.first_head < end
