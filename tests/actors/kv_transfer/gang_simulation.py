@@ -11,9 +11,10 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,12 +24,13 @@ from actors.kv_transfer.rank_pieces import RankPieces
 from engine.clock import ManualClock
 from engine.errors import WorkerError
 from engine.kv.store import KvStore
-from engine.messages import Role
+from engine.messages import ChannelKind, Role
 from engine.request import Request
 from tests.actors.kv_transfer.handoff_simulation import World
+from tests.actors.kv_transfer.pulled_channels import PulledChannels
 from tests.actors.kv_transfer.rank_workers import Worker, new_worker
 from tests.engine.kv.handoff_world import LAYOUT, Decode, identity
-from tests.harness.handoff_network import FakePeer
+from tests.harness.handoff_network import CONFIG, FakeChannels, FakePeer
 from tests.harness.virtual_time import run_virtual
 
 T = TypeVar("T")
@@ -40,6 +42,9 @@ RESTART_S = 0.3
 MAX_TRIES = 4
 
 What = Literal["death", "wrong", "late", "silent"]
+# Rank 0 copies the heads of all ranks, through host memory; or each rank of D pulls its own.
+Way = Literal["copied", "pulled"]
+PIECES_OF_TWO = msgspec.structs.replace(CONFIG, pulled_piece_bytes=CONFIG.piece_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,24 @@ class InlineRankPieces(_Inline, RankPieces):
     pass
 
 
+class NamedKvPieces(InlineKvPieces):
+    """Treated as a GPU's: a piece that is read names its blocks."""
+
+    is_on_gpu = True
+
+
+class NamedRankPieces(InlineRankPieces):
+    """Likewise."""
+
+    is_on_gpu = True
+
+
 class Gang:
     """The pieces of one worker of the simulation, whose ranks step."""
 
-    def __init__(self, role: Role, size: int, num_blocks: int, seed: int, moments: Moments) -> None:
+    def __init__(
+        self, role: Role, size: int, num_blocks: int, seed: int, moments: Moments, way: Way
+    ) -> None:
         self._role = role
         self._moments = moments
         self._is_behind = False
@@ -95,8 +114,8 @@ class Gang:
             LAYOUT,
             0.0,
             num_blocks=num_blocks,
-            of_one=InlineKvPieces,
-            of_ranks=InlineRankPieces,
+            of_one=NamedKvPieces if way == "pulled" else InlineKvPieces,
+            of_ranks=NamedRankPieces if way == "pulled" else InlineRankPieces,
         )
         self.blocks = WholeBlocks(self.worker)
         self.blocks[range(num_blocks)] = np.random.default_rng(seed).integers(
@@ -146,7 +165,9 @@ class Gang:
             reach("has been written")
 
         def watched_digests(block_ids: torch.Tensor) -> torch.Tensor:
-            return digests(block_ids) ^ int(reach("is digested"))
+            if reach("is digested"):
+                store.tensor[block_ids] = _with_other_bit(store.tensor[block_ids])
+            return digests(block_ids)
 
         store.gather, store.scatter = watched_gather, watched_scatter
         store.queue_digests = watched_digests
@@ -237,18 +258,35 @@ class GangWorld(World):
     """P and D of some numbers of ranks; either may end and be replaced."""
 
     def __init__(
-        self, sizes: tuple[int, int], fault: Fault | None, seed: int, clock: ManualClock
+        self, sizes: tuple[int, int], way: Way, fault: Fault | None, seed: int, clock: ManualClock
     ) -> None:
+        self._way = way
+        self.is_on_gpu = way == "pulled"
         self._sizes: dict[Role, int] = dict(zip(("prefill", "decode"), sizes, strict=True))
         self.moments = Moments(fault, self._strike)
         self.lines: list[Line] = []
         self._restarts: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._incarnations = itertools.count(2)
-        super().__init__(Decode(num_blocks=24, max_rows=8, clock=clock), seed=seed)
+        side = Decode(num_blocks=24, max_rows=8, clock=clock)
+        super().__init__(side, config=PIECES_OF_TWO, seed=seed)
 
     def new_pieces(self, role: Role, num_blocks: int, seed: int) -> Gang:
-        return Gang(role, self._sizes[role], num_blocks, seed, self.moments)
+        gang = Gang(role, self._sizes[role], num_blocks, seed, self.moments, self._way)
+        if role == "prefill" and isinstance(self.channels, PulledChannels):
+            self.channels.senders.append(gang.worker)
+        return gang
+
+    def new_channels(self) -> FakeChannels:
+        if self._way == "copied":
+            return super().new_channels()
+        reach = partial(self.moments.reach, "decode")
+        return PulledChannels(self.faults, lambda: self.decode_pieces.worker, reach)
+
+    def offer(self, kind: ChannelKind) -> bytes:
+        if isinstance(self.channels, PulledChannels):
+            return self.channels.offer(kind)
+        return super().offer(kind)
 
     def on_grant(self) -> None:
         self.decode_pieces.step()
@@ -342,13 +380,13 @@ class GangWorld(World):
 PROMPTS = [list(range(20)), list(range(100, 117))]
 
 
-def play(sizes: tuple[int, int], fault: Fault | None = None, seed: int = 0) -> Moments:
+def play(sizes: tuple[int, int], way: Way, fault: Fault | None = None, seed: int = 0) -> Moments:
     """Two prompts at once, whatever goes wrong: both arrive right, and nothing is left."""
 
     clock = ManualClock(100.0)
 
     async def main() -> Moments:
-        world = GangWorld(sizes, fault, seed, clock)
+        world = GangWorld(sizes, way, fault, seed, clock)
         served = await asyncio.gather(*map(world.serve, PROMPTS))
         await asyncio.gather(*world._restarts)
         for number, request in enumerate(served):

@@ -12,14 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from actors.kv_transfer.contracts import PieceBytes, StagedPiece
-from actors.kv_transfer.peer_links import PeerLinks
+from actors.kv_transfer.peer_links import PeerLinks, no_offer
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.sender import HandoffSender
 from configs.schema import HandoffConfig
 from engine.errors import WorkerError
 from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
-from engine.messages import FailureRecord, Role, WorkerIdentity
+from engine.messages import ChannelKind, FailureRecord, Role, WorkerIdentity
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.engine.kv.handoff_world import (
     BLOCK_SIZE,
@@ -95,6 +95,8 @@ class ScrubbingCache(BlockCache):
 class World:
     """P and D, and what became of every request. Create inside the loop."""
 
+    is_on_gpu = False
+
     def __init__(
         self,
         decode_side: Decode,
@@ -109,7 +111,7 @@ class World:
         self.decode = decode_side
         self.clock = decode_side.clock
         self.config = config
-        self.channels = FakeChannels(self.faults)
+        self.channels = self.new_channels()
         self.failures: dict[RequestKey, FailureRecord] = {}
         self.kv: dict[RequestKey, PieceBytes] = {}  # what P computed
         self.computing: dict[RequestKey, Request] = {}  # with blocks, before they are added
@@ -152,11 +154,20 @@ class World:
                 channels=self.channels,
                 find_peer=self._find,
                 clock=self.clock,
+                is_on_gpu=self.is_on_gpu,
+                offer=self.offer,
             ),
             store=self.prefill_pieces,
             clock=self.clock,
             on_failure=self._on_failure,
         )
+
+    def new_channels(self) -> FakeChannels:
+        return FakeChannels(self.faults)
+
+    def offer(self, kind: ChannelKind) -> bytes:
+        """What P says of its store when it opens a channel."""
+        return no_offer(kind)
 
     def new_pieces(self, role: Role, num_blocks: int, seed: int) -> MemoryPieces:
         return MemoryPieces(num_blocks, seed)
