@@ -60,10 +60,13 @@ class Moments:
 
     fault: Fault | None = None
     strike: Callable[[Fault], None] = lambda _: None
+    is_over: bool = False  # both workers shut down: nothing fails any more
     seen: dict[Role, list[str]] = field(default_factory=lambda: {"prefill": [], "decode": []})
 
     def reach(self, role: Role, name: str) -> bool:
         """Whether it is the fault's moment."""
+        if self.is_over:
+            return False
         self.seen[role].append(name)
         fault = self.fault
         if fault is None or (role, len(self.seen[role]) - 1) != (fault.role, fault.moment):
@@ -373,6 +376,7 @@ class GangWorld(World):
         return request
 
     async def close(self) -> None:
+        self.moments.is_over = True
         await asyncio.gather(*self._restarts)
         await super().close()
 
