@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.ingress import replica_board, replica_exchange
 from actors.ingress.admission import Admission
 from actors.ingress.observation import Observation
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.rate_limits import RateLimitError, RateLimits
-from actors.ingress.replica_board import GONE_S, MAX_GONE, SILENCE_S, ReplicaBoard
+from actors.ingress.replica_board import GONE_S, SILENCE_S, ReplicaBoard
 from actors.ingress.replica_exchange import FRESH_S, OtherReplicas, ReplicaExchange
 from actors.observability.merged_metrics import as_messages
 from actors.observability.metrics import IngressMetrics
@@ -37,6 +38,7 @@ from engine.messages import (
 from tests.actors.ingress.edge_app import edge_app, no_allocator
 
 PER_MINUTE = 600  # ten a second
+MAX_GONE = 4  # in the place of the product's
 LIMITS = RateLimitConfig(tokens_per_minute=PER_MINUTE)
 
 
@@ -203,6 +205,7 @@ def test_an_allocator_that_restarts_learns_what_was_used() -> None:
     assert second.level("k") == 120
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_replicas_that_hear_each_other_give_out_one_minutes_worth(data: st.DataObject) -> None:
     """Every report in time: a full bucket and its refill, as of one replica alone."""
@@ -225,6 +228,7 @@ def test_replicas_that_hear_each_other_give_out_one_minutes_worth(data: st.DataO
         assert taken <= PER_MINUTE + elapsed_s * PER_MINUTE / 60 + 1e-3
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_what_replicas_give_too_much_between_reports_is_owed(data: st.DataObject) -> None:
     """At worst a minute's worth for each other replica, once; it does not add up."""
@@ -431,10 +435,12 @@ def test_what_a_replica_counted_outlives_it_and_what_it_held_does_not(
 
 
 def test_replicas_that_are_gone_are_forgotten_in_the_end(
-    pair: tuple[Ingress, Measured, Measured],
+    pair: tuple[Ingress, Measured, Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ingress, first, _ = pair
-    for i in range(MAX_GONE + 5):
+    for module in (replica_board, replica_exchange):
+        monkeypatch.setattr(module, "MAX_GONE", MAX_GONE)
+    for i in range(MAX_GONE + 3):
         late = measured(ingress, f"late {i}")
         late.metrics.count_tokens(1)
         late.values()
