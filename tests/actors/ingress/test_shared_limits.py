@@ -18,8 +18,8 @@ from actors.ingress.admission import Admission
 from actors.ingress.observation import Observation
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.rate_limits import RateLimitError, RateLimits
-from actors.ingress.replica_board import SILENCE_S, ReplicaBoard
-from actors.ingress.replica_exchange import OtherReplicas, ReplicaExchange
+from actors.ingress.replica_board import GONE_S, SILENCE_S, ReplicaBoard
+from actors.ingress.replica_exchange import FRESH_S, OtherReplicas, ReplicaExchange
 from actors.observability.merged_metrics import as_messages
 from actors.observability.metrics import IngressMetrics
 from actors.observability.recent_ttft import RecentTtft
@@ -113,6 +113,7 @@ class Ingress:
             note_exchange=admission.note_exchange,
             others=others,
             address=name.encode(),
+            clock=self.clock,
         )
         return Replica(limits, admission, exchange)
 
@@ -304,6 +305,44 @@ def test_a_silent_replica_counts_no_longer() -> None:
         second.hear()
         with second.admission.admitted(90):
             pass
+
+
+def has_all(replica: Replica, clock: ManualClock) -> bool:
+    return clock.now_s() <= replica.exchange.others.complete_until_s
+
+
+def test_a_silent_replica_may_live_for_a_minute() -> None:
+    ingress = Ingress()
+    first, second = ingress.replica("a"), ingress.replica("b")
+    first.hear()
+    second.hear()
+    ingress.clock.advance(GONE_S - 0.1)
+    second.hear()
+    assert second.exchange.others.num_others == 0
+    assert second.exchange.others.addresses == [b"a"]
+    ingress.clock.advance(0.2)
+    second.hear()
+    assert second.exchange.others.addresses == []
+
+
+def test_a_list_of_replicas_is_complete_if_it_is_young_and_the_allocator_is_not() -> None:
+    ingress = Ingress()
+    clock, replica = ingress.clock, ingress.replica("a")
+    assert not has_all(replica, clock), "before the first exchange"
+    replica.hear()
+    assert not has_all(replica, clock), "others had no time to report"
+    clock.advance(SILENCE_S)
+    replica.hear()
+    assert has_all(replica, clock)
+    ingress.allocator.is_away = True
+    clock.advance(FRESH_S - 0.01)
+    replica.hear()
+    assert has_all(replica, clock)
+    clock.advance(0.02)
+    assert not has_all(replica, clock)
+    ingress.allocator = Allocator(ingress.new_board())
+    replica.hear()
+    assert not has_all(replica, clock), "as after any start of an allocator"
 
 
 def test_without_the_allocator_a_replica_goes_on_by_what_it_knows() -> None:
