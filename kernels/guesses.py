@@ -58,8 +58,8 @@ def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowS
     """Write the states of all rows with drafts.
 
     drawn: [S] a line's token, negative where nothing could be drawn. following: [S] as of
-    `following`. A row that got nothing ends as soon as the host knows; until then it goes on as if
-    it had got token 0, since each step computes a token of each of its rows.
+    `following`. A row that got nothing leaves as soon as the host knows. Until then it goes on as
+    if it had got token 0, since a step computes a token of each of its rows.
     """
     if drawn.is_cuda:
         from kernels.guesses_triton import accept as on_gpu

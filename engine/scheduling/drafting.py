@@ -407,6 +407,10 @@ class Drafting:
         if self.drafter is not None:
             self.drafter.forget(request)
 
+    def bar(self, request: Request) -> None:
+        """The request gets no more drafts."""
+        self._bounds[request.key] = 0
+
     def finish(self, request: Request) -> None:
         """The request has its complete answer; `forget` follows."""
         if self.drafter is not None:
