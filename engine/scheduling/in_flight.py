@@ -44,14 +44,15 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
     def not_finite(self, result: StepResult) -> list[tuple[Request, bool]]:
-        """Requests with numbers that are not finite, and whether they had drafts.
+        """Requests in a row with numbers that are not finite, and whether they had drafts.
 
         Nothing was sampled for them.
         """
         if all(result.is_finite):
             return []
         drafts = self.planned_drafts.drafts
-        return [(self.requests[i], i in drafts) for i, ok in enumerate(result.is_finite) if not ok]
+        ended = [i for i, is_finite in enumerate(result.is_finite) if not is_finite]
+        return [(self.requests[i], i in drafts) for i in ended if self.requests[i].row is not None]
 
 
 class StepsInFlight:

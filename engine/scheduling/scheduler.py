@@ -16,7 +16,7 @@ that the step completed to the prefix index and appends what it sampled. One ear
 flight: the token that a row samples there is the one it computes next. If that token will be its
 last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
 next step is dropped. A row with a constraint waits for its token instead, and no other row waits
-with it; so does a row with drafts (`drafting`). Knows no tensors, no Ray and no text.
+with it; so may a row with drafts (`drafting`). Knows no tensors, no Ray and no text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -211,10 +211,11 @@ class Scheduler:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
         for request, has_drafts in step.not_finite(result):
-            if request.row is not None and has_drafts:
-                self._begin_anew_without_drafts(request)
-            elif request.row is not None:
-                self._end_as_nonfinite(request, output)
+            self._leave_as_nonfinite(request)
+            if has_drafts:
+                self._queue_without_drafts(request)
+            else:
+                output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
@@ -509,13 +510,8 @@ class Scheduler:
             self._running.count_again()
         return endings
 
-    def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
-        self._leave_as_nonfinite(request)
-        output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
-
-    def _begin_anew_without_drafts(self, request: Request) -> None:
+    def _queue_without_drafts(self, request: Request) -> None:
         """Queue a copy: a step in flight may go on from `request`, whose results are dropped."""
-        self._leave_as_nonfinite(request)
         again = copy(request)
         self.drafting.bar(again)
         self._queue_again(again)
