@@ -68,8 +68,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # `NEWEST` in place of some: only the device has them. The row computes the last of these, its
     # newest token, and its choice does not depend on the others. `given(place)`: likewise.
     drafts: list[tuple[int, list[int]]] = []
-    # Indices of rows in `drafts` whose num_computed_tokens is more than it is by the tokens that
-    # the step in flight does not give, and so is their number of `NEWEST`.
+    # Indices of rows in `drafts` that are planned as if the step in flight gave all tokens that it
+    # may. What it gives less is taken off num_computed_tokens and off the number of `NEWEST`.
     ahead: list[int] = []
     # Of a model that drafts: the row's new tokens are samples of the target's step in flight, and
     # it samples after the last of them that counts.

@@ -58,7 +58,8 @@ def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowS
     """Write the states of all rows with drafts.
 
     drawn: [S] a line's token, negative where nothing could be drawn. following: [S] as of
-    `following`.
+    `following`. A row that got nothing leaves as soon as the host knows. Until then it goes on as
+    if it had got token 0, since a step computes a token of each of its rows.
     """
     if drawn.is_cuda:
         from kernels.guesses_triton import accept as on_gpu
@@ -73,7 +74,7 @@ def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowS
     is_drawn = last >= 0
     before = samples.gather(1, (num_right - 1).clamp(min=0))
     newest = torch.where(is_drawn, last, before).clamp(min=0)
-    given = (num_right + is_drawn)[:, 0]
+    given = (num_right + is_drawn)[:, 0].clamp(min=1)
     states.shortfalls[guessed.rows] = (guessed.counts - given).int()
     states.newest[guessed.rows] = newest[:, 0]
     states.samples[:, guessed.rows] = samples.clamp(min=0).T

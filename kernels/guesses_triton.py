@@ -46,7 +46,7 @@ def _accept_kernel(
         last = tl.where(is_token, sample, last)
         given += is_token.to(tl.int32)
         counts_on = is_token & (sample == draft) & (place < count - 1)
-    tl.store(shortfalls + row, count - given, mask=is_real)
+    tl.store(shortfalls + row, count - tl.maximum(given, 1), mask=is_real)
     tl.store(newest + row, last, mask=is_real)
 
 

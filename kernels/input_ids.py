@@ -1,13 +1,14 @@
 """Resolves input ids that are known only on the device, and keeps sampled tokens there.
 
     ids[t] = input_ids[t]                      if input_ids[t] >= 0
-             last_tokens[-1 - input_ids[t]]    else: the newest token of that row
+             last_tokens[-1 - input_ids[t]]    else
 
     last_tokens[rows[s]] = token_ids[s]        after sampling
     drawn[s] = token_ids[s]                    if is_finite[s], else -1: the result for the host
 
-So a step can be launched before the tokens it continues have reached the host. Both operations can
-be captured in a CUDA graph.
+The table begins with each row's newest token; drafts of rows may follow. So a step can be launched
+before the tokens it continues have reached the host. Both operations can be captured in a CUDA
+graph.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def resolve_input_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """input_ids: int32 [T], last_tokens: int32 [rows]; returns int32 [T]."""
+    """input_ids: int32 [T], last_tokens: int32 [N >= rows]; returns int32 [T]."""
     if input_ids.is_cuda:
         from kernels.input_ids_triton import resolve  # a CPU needs no Triton
 
@@ -29,7 +30,8 @@ def keep_last_tokens(
 ) -> Tensor:
     """Writes to `last_tokens`, int32; returns `drawn`, int32 [S].
 
-    token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct except for a padding row.
+    token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct except for a padding row
+    and rows with drafts, which are left with any of their tokens: `accept` or the host says which.
     """
     if token_ids.is_cuda:
         from kernels.input_ids_triton import keep

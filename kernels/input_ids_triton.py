@@ -31,7 +31,7 @@ def _keep_kernel(
 
 
 def resolve(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """input_ids: int32 [T], last_tokens: int32 [rows], both on one GPU; returns int32 [T]."""
+    """input_ids: int32 [T], last_tokens: int32 [N >= rows], both on one GPU; returns int32 [T]."""
     num_tokens = input_ids.shape[0]
     ids = torch.empty_like(input_ids)
     grid = (triton.cdiv(num_tokens, _BLOCK_TOKENS),)

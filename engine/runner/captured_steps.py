@@ -42,7 +42,7 @@ class CapturedSteps:
         exchanges: Callable[[int], bool] | None = None,
         shared_stream: SharedExpertStream | None = None,
     ) -> None:
-        """last_tokens: [rows + 1]  each row's newest token; the last entry is for padding rows.
+        """last_tokens: [(1 + entries) * (rows + 1)]  as `TokenTable.flat`: first the newest tokens.
 
         exchanges: whether ranks share out a step of so many tokens; None = none. Steps of two
         batches do not.

@@ -17,8 +17,8 @@ earlier one may still be queued in the stream.
 `RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
 sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
 reads the newest from a table on the device. A token whose K and V are in the store is not needed
-again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Those
-that only the device has a step reads from its table likewise.
+again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Drafts
+that only the device has are read from its table, too.
 """
 
 from collections.abc import Sequence
@@ -239,7 +239,7 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     # [R]  batch row -> index of its first token in the batch
     first_tokens: NDArray[np.int64]
     attention: AttentionStep
-    # [T] int32; -1 - row means the row's newest sampled token, whose id only the device has
+    # [T] int32; negative = only the device has the id, see `RequestRows.input_ids`
     input_ids: Tensor
     # [T] int32
     positions: Tensor

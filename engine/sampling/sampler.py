@@ -190,8 +190,8 @@ class Sampler:
         and so on. Its history does not advance; `append` does that once the tokens are known.
 
         behind: int32 [S], on the device: so many tokens fewer precede a line than the drafts say.
-        None = they are right; above 0 only where a row's choice depends on no token or number but
-        the index of its noise.
+        None = they are right; above 0 only for rows of which earlier tokens and their number change
+        nothing but the index of the noise.
         """
         self._check(logits, rows, drafts or {})
         if greedy is None or not self.is_plain(rows):

@@ -10,13 +10,15 @@ Drafts that follow from tokens on the host hold their request: it is not planned
 computes it is in flight. With overlapped steps it therefore takes part in every other one, and if
 all are held, the device waits for the host. A drafter on the device proposes ahead: for the tokens
 that the step in flight will have given, whichever they are. Its requests take part in every step,
-planned as if all drafts were right, and `commit` corrects what was counted. Held are then those
-whose choice depends on their tokens, that may have their last one in flight, or that begin to have
-drafts. The policy is told both: how many
-rows a plain step would decode, and for how long the device had nothing to do. Rows that could go
-on wait for the held ones where two steps of fewer rows cost more than the host's gap
-(`pays_to_wait`), since each step reads all weights. A request without a guess rests from being held
-for twice as many steps each time. A scheduler without a drafter does none of this.
+planned as if all drafts were right, and `commit` corrects what was counted. Held are then only
+those whose choice depends on their earlier tokens, whose last token may be in flight, or that are
+about to get their first drafts.
+
+Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
+device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows
+cost more than the host's gap (`pays_to_wait`), since each step reads all weights. A request without
+a guess rests from being held, each time for twice as many steps. A scheduler without a drafter does
+none of this.
 """
 
 from collections import Counter
@@ -406,6 +408,10 @@ class Drafting:
         self._ahead.pop(request.key, None)
         if self.drafter is not None:
             self.drafter.forget(request)
+
+    def bar(self, request: Request) -> None:
+        """The request gets no more drafts."""
+        self._bounds[request.key] = 0
 
     def finish(self, request: Request) -> None:
         """The request has its complete answer; `forget` follows."""

@@ -43,12 +43,16 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
         """Each request with its sampled ids and log-probabilities (if asked for), in plan order."""
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
-    def not_finite(self, result: StepResult) -> list[Request]:
-        """Requests whose logits were not finite; nothing was sampled for them."""
+    def not_finite(self, result: StepResult) -> list[tuple[Request, bool]]:
+        """Requests in a row with numbers that are not finite, and whether they had drafts.
+
+        Nothing was sampled for them.
+        """
         if all(result.is_finite):
             return []
-        whether = zip(self.requests, result.is_finite, strict=True)
-        return [request for request, is_finite in whether if not is_finite]
+        drafts = self.planned_drafts.drafts
+        ended = [i for i, is_finite in enumerate(result.is_finite) if not is_finite]
+        return [(self.requests[i], i in drafts) for i in ended if self.requests[i].row is not None]
 
 
 class StepsInFlight:

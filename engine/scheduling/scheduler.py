@@ -15,12 +15,13 @@ A preempted request goes back to `waiting` and recomputes here, whatever the rol
 that the step completed to the prefix index and appends what it sampled. One earlier plan may be in
 flight: the token that a row samples there is the one it computes next. If that token will be its
 last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
-next step is dropped. A row with drafts (`drafting`) waits for its token instead, and no other row
+next step is dropped. A row with drafts (`drafting`) may wait for its token instead, and no other row
 waits with it; so does one with a constraint, in a worker that drafts. Knows no tensors, no Ray and
 no text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 from configs.resolved import ResolvedLaps, ResolvedScheduler
@@ -200,7 +201,8 @@ class Scheduler:
         """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
 
         Results for a request without a row are dropped: it was aborted since, was ended by the
-        step before, or its logits are not finite.
+        step before, or its logits are not finite. If it had drafts, one of these may be why: it is
+        queued again, and gets none any more.
         """
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
@@ -209,9 +211,12 @@ class Scheduler:
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
-        for request in step.not_finite(result):
-            if request.row is not None:
-                self._end_as_nonfinite(request, output)
+        for request, has_drafts in step.not_finite(result):
+            self._leave_as_nonfinite(request)
+            if has_drafts:
+                self._queue_without_drafts(request)
+            else:
+                output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
@@ -509,15 +514,20 @@ class Scheduler:
             self._running.count_again()
         return endings
 
-    def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
-        """Fail a request whose logits were not finite, and set its blocks aside to be zeroed.
+    def _queue_without_drafts(self, request: Request) -> None:
+        """Queue a copy: a step in flight may go on from `request`, whose results are dropped."""
+        again = copy(request)
+        self.drafting.bar(again)
+        self._queue_again(again)
+
+    def _leave_as_nonfinite(self, request: Request) -> None:
+        """Take out a request whose numbers are not finite; set its blocks aside to be zeroed.
 
         A step in flight may write more of them; the step that zeroes the blocks runs after it.
         """
         self._unseat(request)
         request.block_ids = self._blocks.set_aside(request.block_ids)
         self._leave(request)
-        output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
 
     def _unseat(self, request: Request) -> None:
         """Remove a running request and free its row."""
@@ -537,12 +547,16 @@ class Scheduler:
             self._cache.release(block_ids)
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's row and blocks and queue it; it recomputes its known tokens."""
+        """Free a running request's row and blocks and queue it."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
         self.index_joined()  # if it joined just now, its blocks must be found again
         self._unseat(request)
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))
+        self._queue_again(request)
+
+    def _queue_again(self, request: Request) -> None:
+        """Queue a request that has lost its row and blocks; it recomputes its known tokens."""
         request.start_over()
         self._counters.num_preemptions += 1
         self._look_up_on_host(request)

@@ -43,8 +43,9 @@ class Drafter(Protocol):
         """As `propose`, while a step may be in flight; only the device has these drafts.
 
         asked: request, at most so many drafts, and how many tokens the step in flight gives it at
-        most, whose drafts were proposed here; 0 = it is in none. Its choice depends on no token and
-        no number of tokens but the index of its noise. Returns `engine.plan.given` of each draft.
+        most, whose drafts were proposed here; 0 = it is in none. Which tokens came before, and how
+        many, may change nothing of its choice but the index of its noise. Returns
+        `engine.plan.given` of each draft.
         """
         ...
 

@@ -28,6 +28,7 @@ class Guesser(HostDrafter):
         """answer_of: all output tokens of a request. silence_rate: of proposals without a draft."""
         self.num_proposals = 0
         self.finished: list[list[int]] = []
+        self.wrong_id: int | None = None  # what it guesses where it is wrong; None = anything
         self._answer_of = answer_of
         self._vocab_size = vocab_size
         self._error_rate = error_rate
@@ -58,7 +59,8 @@ class Guesser(HostDrafter):
     def _perhaps_wrong(self, token_id: int) -> int:
         if self._draw.random() >= self._error_rate:
             return token_id
-        return self._draw.randrange(self._vocab_size)
+        wrong_id = self._draw.randrange(self._vocab_size)
+        return wrong_id if self.wrong_id is None else self.wrong_id
 
     def add_finished(self, request: Request) -> None:
         self.finished.append(request.tokens[request.num_prompt_tokens :])

@@ -144,12 +144,17 @@ class FakeExecutor:
         self._store = [[EMPTY] * block_size for _ in range(num_blocks)]
         self._rows: dict[int, _Row] = {}
         self._poisoned: dict[int, int] = {}  # seed -> position
+        self._poison_id: int | None = None  # a token
 
     # ---- for tests ------------------------------------------------------------------------------
 
     def poison(self, seed: int, position: int) -> None:
         """The step that computes `position` of the request with `seed` yields no finite number."""
         self._poisoned[seed] = position
+
+    def poison_token(self, token_id: int) -> None:
+        """The steps that compute this token yield no finite number for its row."""
+        self._poison_id = token_id
 
     def content(self, block_id: int, slot: int) -> Written:
         """What a token's place in a block holds, steps in flight included."""
@@ -370,6 +375,7 @@ class FakeExecutor:
             computed = range(start, start + plan.num_new_tokens[i])
             state = self._rows[row]
             state.is_finite &= self._poisoned.get(state.seed) not in computed
+            state.is_finite &= self._poison_id not in state.tokens[start : computed.stop]
             is_finite.append(state.is_finite)
             tokens.append([])
             logprobs.append(None)

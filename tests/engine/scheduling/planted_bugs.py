@@ -108,8 +108,8 @@ class PoisonedBlocksAreNotZeroed(Scheduler):
 
 
 class PoisonedBlocksCanBeFound(Scheduler):
-    def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
-        super()._end_as_nonfinite(request, output)
+    def _leave_as_nonfinite(self, request: Request) -> None:
+        super()._leave_as_nonfinite(request)
         poisoned = self._blocks.nonfinite_block_ids
         for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
             parent = request.block_hashes[i - 1] if i else None

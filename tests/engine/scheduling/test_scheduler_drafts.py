@@ -238,3 +238,26 @@ def test_a_row_that_is_not_finite_ends_with_its_drafts() -> None:
     assert replica.failures[bad.key].code == "non_finite_logits"
     assert replica.output(good) == replica.expected(good)
     replica.check_idle()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_that_is_not_finite_costs_no_answer(way: str) -> None:
+    """Its row shares a prompt, and blocks of its own are zeroed before others get them."""
+    overlap, guesser_class = way != "in turn", DeviceGuesser if way == "planned ahead" else Guesser
+    guesser = guesser_class(_answer_of, vocab_size=VOCAB_SIZE, error_rate=0.4, seed=1)
+    replica = Replica(num_blocks=24, overlap=overlap, drafting=_drafting(guesser, 3, holds=overlap))
+    requests = [
+        replica.add(str(i), prompt_of(9), params=params_of(20, seed=i, ignore_eos=True))
+        for i in range(6)
+    ]
+    said = {token for r in requests for token in (*r.tokens, *replica.expected(r))}
+    unsaid = sorted(set(range(VOCAB_SIZE)) - said)
+    guesser.wrong_id = unsaid[0]
+    replica.executor.poison_token(unsaid[0])
+    replica.run(400)
+    assert not replica.failures
+    for request in requests:
+        assert replica.output(request) == replica.expected(request)
+    assert replica.scheduler.statistics().num_preemptions >= len(requests)
+    replica.check_idle()
+    assert replica.scheduler.drafting.kept_keys() == set()

@@ -3,11 +3,13 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from engine.build import Engine
 from engine.models.llama import attention_shape
@@ -17,6 +19,7 @@ from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
 from engine.speculation.draft_model import DraftModel
 from kernels.attention.phased import PhasedAttention
+from kernels.guesses import GuessedLines
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.speculation.eagle_heads import save_head
 from tests.engine.speculation.guessed_engines import (
@@ -197,3 +200,22 @@ def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:
     is_ahead = [bool(plan.ahead) for plan in steps]
     assert all(is_ahead[num_begun : len(steps) - num_ending])
     assert len(steps) > 10
+
+
+@pytest.mark.parametrize("way", ["made true", "moved"])
+def test_a_row_that_draws_nothing_begins_anew(
+    folder: Path, asked: list[Asked], plain: list[Answer], way: str
+) -> None:
+    """Its next step is launched before that is known, and the drafter's passes for it."""
+    engine = _start(folder, "draft_model", folder, way=way)
+    numbers = count(1)
+
+    def draw_nothing(drawn: Tensor, follows: Tensor, guessed: GuessedLines) -> None:
+        if next(numbers) == 2:
+            drawn[guessed.lines[:1]] = -1
+
+    assert engine.executor.guesses is not None
+    engine.executor.guesses.rows.overrule = draw_nothing
+    with exact_arithmetic():
+        assert_same(run(engine, asked[:1]), plain[:1])
+    assert engine.core.scheduler.statistics().num_preemptions == 1
