@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
+from engine.build import Engine
 from engine.core import Executor
 from engine.layers.context import Comm
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
@@ -20,15 +21,17 @@ def follow(
     name: str,
     is_exact: bool,
     fault: str | None,
-    build: Callable[..., Executor],
+    build: Callable[..., Executor | Engine],
     *args: object,
 ) -> str:
     """All that another rank does; returns how it ended."""
     with planted(fault), snapped_mixtures() if is_exact else nullcontext():
-        executor = build(comm, *args)
+        built = build(comm, *args)
+        is_engine = isinstance(built, Engine)
+        steps = (built.executor, built.drafting_executor) if is_engine else (built, None)
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
         try:
-            Follower(executor, ring, lambda _: None).run()
+            Follower(steps[0], ring, lambda _: None, drafts=steps[1]).run()
         except RingError as error:
             return str(error)
         finally:
@@ -42,12 +45,12 @@ class LedRanks:
     def __init__(
         self,
         ranks: RankProcesses,
-        build: Callable[..., Executor],
+        build: Callable[..., Executor | Engine],
         *args: Any,
         is_exact: bool = False,
         fault: str | None = None,
     ) -> None:
-        """build: of a rank's communication and `args`. fault: of theirs, see `planted`.
+        """build: of a rank's communication and `args`; an engine, if a model drafts. fault: of theirs, see `planted`.
 
         is_exact: their mixtures compute as those of `exact_models`.
         """
@@ -75,6 +78,13 @@ class LedRanks:
             executor, self._ring, reports, compare_every=1, patience_s=TIMEOUT_S
         )
         return self._leading
+
+    def lead_engine(self, engine: Engine) -> None:
+        """As `lead`, with what drafts there."""
+        engine.core.wrap_executor(self.lead)
+        if engine.draft_model is not None:
+            assert self._leading is not None, "it leads now"
+            engine.draft_model.wrap_executor(self._leading.lead_drafts)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)

@@ -14,8 +14,10 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.cache import check_blocks
 from engine.kv.transfer import OutgoingEvent
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
-from engine.models.registry import build_model
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from engine.request import Request, SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
@@ -75,15 +77,25 @@ def save_exact_model(
     save_whole_numbers(folder, seed)
 
 
-def exact_model(folder: Path, ops: Ops | None = None) -> CausalLM:
+def exact_model(
+    folder: Path,
+    ops: Ops | None = None,
+    rank: Rank = WHOLE_MODEL,
+    source: WeightSource = AS_PUBLISHED,
+) -> CausalLM:
     """ops: instead of those that end on a grid."""
-    return build_model(folder, dtype=torch.float32, device=CPU, ops=ops or SnappingOps())
+    given = ops or SnappingOps()
+    return build_model(
+        folder, dtype=torch.float32, device=CPU, ops=given, rank=rank, source=source
+    )
 
 
-def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) -> Engine:
+def start_exact(
+    folder: Path, *, ops: Ops | None = None, comm: Comm = SINGLE_RANK, **overrides: object
+) -> Engine:
     """An engine of a model of whole numbers; step it within `exact_arithmetic`.
 
-    ops: instead of those that end on a grid, for models of other numbers.
+    ops: instead of those that end on a grid, for models of other numbers. comm: to the other ranks.
     """
     dotted: dict[str, object] = {
         "model.path": str(folder),
@@ -93,12 +105,15 @@ def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) ->
         "scheduler.max_num_batched_tokens": 32,
         "speculation.drafter": "ngram",
         "speculation.adaptive": False,
+        "workers.tensor_parallel_size": comm.rank.size,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
     if dotted["speculation.drafter"] == "none":
         del dotted["speculation.adaptive"]
-    config, model = load_config(None, dotted), exact_model(folder, ops)
-    return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model)
+    config = load_config(None, dotted)
+    source = WeightSource(sharing=config.workers.expert_sharing)
+    model = exact_model(folder, ops, comm.rank, source)
+    return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model, comm=comm)
 
 
 def guess(
