@@ -110,9 +110,9 @@ def _drafting_model_contradiction(config: AppConfig) -> str | None:
     size = max(config.workers.num_ranks.values(), default=1)
     if size > 1 and asked.drafter == "eagle3":
         return (
-            f"speculation.drafter: eagle3 with workers.tensor_parallel_size {size} is not supported,"
-            " because a head is not split over ranks; set ngram, draft_model or mtp, or"
-            " tensor_parallel_size to 1"
+            f"speculation.drafter: eagle3 with workers.tensor_parallel_size {size} is not"
+            " supported, because a head is not split over ranks; set ngram, draft_model or mtp,"
+            " or tensor_parallel_size to 1"
         )
     if asked.drafter in _READING_STATES and config.execution.enable_two_batch_overlap:
         return (

@@ -264,7 +264,7 @@ class LeadingExecutor:
 
 
 class LeadingPasses:
-    """The `DraftingExecutor` of rank 0; its passes are ordered among the steps by their launches."""
+    """The `DraftingExecutor` of rank 0: the followers launch its passes between the same steps."""
 
     def __init__(self, executor: DraftingExecutor, ring: PlanRing, steps: StepCounts) -> None:
         self._executor = executor

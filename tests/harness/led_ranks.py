@@ -50,8 +50,9 @@ class LedRanks:
         is_exact: bool = False,
         fault: str | None = None,
     ) -> None:
-        """build: of a rank's communication and `args`; an engine, if a model drafts. fault: of theirs, see `planted`.
+        """build: of a rank's communication and `args`; an engine, if a model drafts.
 
+        fault: of theirs, see `planted`.
         is_exact: their mixtures compute as those of `exact_models`.
         """
         self.ranks = ranks
