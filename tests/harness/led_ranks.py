@@ -10,7 +10,7 @@ from typing import Any, Self
 from engine.build import Engine
 from engine.core import Executor
 from engine.layers.context import Comm
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
@@ -27,11 +27,14 @@ def follow(
     """All that another rank does; returns how it ended."""
     with planted(fault), snapped_mixtures() if is_exact else nullcontext():
         built = build(comm, *args)
-        is_engine = isinstance(built, Engine)
-        steps = (built.executor, built.drafting_executor) if is_engine else (built, None)
+        executor, drafts, shared = built, None, None
+        if isinstance(built, Engine):
+            executor, drafts = built.executor, built.drafting_executor
+            shared = built.kv_store.shared
+        on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
         try:
-            Follower(steps[0], ring, lambda _: None, drafts=steps[1]).run()
+            Follower(executor, ring, lambda _: None, on_step_end, drafts).run()
         except RingError as error:
             return str(error)
         finally:
@@ -50,7 +53,7 @@ class LedRanks:
         is_exact: bool = False,
         fault: str | None = None,
     ) -> None:
-        """build: of a rank's communication and `args`; an engine, if a model drafts.
+        """build: of a rank's communication and `args`; an engine, if it drafts or moves blocks.
 
         fault: of theirs, see `planted`.
         is_exact: their mixtures compute as those of `exact_models`.
@@ -58,6 +61,7 @@ class LedRanks:
         self.ranks = ranks
         self.ends: list[RankEnd] = []
         self.has_ended = threading.Event()
+        self.steps = StepCounts()
         self._given = is_exact, fault, build, *args
         self._leading: LeadingExecutor | None = None
         self._ring: PlanRing
@@ -76,7 +80,12 @@ class LedRanks:
         reports = RankReports(self._ring, size, self._note)
         reports.start()
         self._leading = LeadingExecutor(
-            executor, self._ring, reports, compare_every=1, patience_s=TIMEOUT_S
+            executor,
+            self._ring,
+            reports,
+            compare_every=1,
+            patience_s=TIMEOUT_S,
+            steps=self.steps,
         )
         return self._leading
 

@@ -3,7 +3,7 @@
 Other processes import this file, which is why it leaves out what takes seconds: transformers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from unittest.mock import patch
 
 from engine import build_drafting
 from engine.build import Engine
+from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import Comm
+from engine.messages import Role
 from engine.models import registry
 from tests.engine.ranks.exact_models import SnappingOps, snapped_mixtures
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
@@ -30,10 +32,17 @@ def exact_drafts() -> Iterator[None]:
         yield
 
 
-def start_drafting(comm: Comm, folder: str, settings: dict[str, Any]) -> Engine:
+def start_drafting(
+    comm: Comm,
+    folder: str,
+    settings: dict[str, Any],
+    role: Role = "unified",
+    notify: Callable[[OutgoingEvent], None] | None = None,
+) -> Engine:
     """Of a model of whole numbers, by `settings`; else with MTP, and room for two requests.
 
-    The first rank steps it within `exact_drafts`; other ranks are so for as long as they live.
+    role, notify: as of `start_exact`. The first rank steps it within `exact_drafts`; others are in
+    that for as long as they live.
     """
     if comm.rank.index > 0:
         _for_good.enter_context(exact_drafts())
@@ -44,4 +53,4 @@ def start_drafting(comm: Comm, folder: str, settings: dict[str, Any]) -> Engine:
         "cache__num_blocks": 18,
         "model__max_model_len": 64,
     }
-    return start_exact(Path(folder), comm=comm, **{**given, **settings})
+    return start_exact(Path(folder), comm=comm, role=role, notify=notify, **{**given, **settings})

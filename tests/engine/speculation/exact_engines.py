@@ -3,7 +3,7 @@
 Other processes import this file, which is why it leaves out what takes seconds: transformers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.messages import Role
 from engine.models.llama import CausalLM
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.ranks.rank import WHOLE_MODEL, Rank
@@ -59,11 +60,18 @@ def exact_model(
 
 
 def start_exact(
-    folder: Path, *, ops: Ops | None = None, comm: Comm = SINGLE_RANK, **overrides: object
+    folder: Path,
+    *,
+    ops: Ops | None = None,
+    comm: Comm = SINGLE_RANK,
+    role: Role = "unified",
+    notify: Callable[[OutgoingEvent], None] | None = None,
+    **overrides: object,
 ) -> Engine:
     """An engine of a model of whole numbers; step it within `exact_arithmetic`.
 
     ops: instead of those that end on a grid, for models of other numbers. comm: to the other ranks.
+    notify: see `build_engine`, for a role that hands over; all of them have the same block key.
     """
     dotted: dict[str, object] = {
         "model.path": str(folder),
@@ -81,7 +89,8 @@ def start_exact(
     config = load_config(None, dotted)
     source = WeightSource(sharing=config.workers.expert_sharing)
     model = exact_model(folder, ops, comm.rank, source)
-    return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model, comm=comm)
+    given = config, "test", MonotonicClock(), notify or _no_handoff, bytes(32)
+    return build_engine(*given, model=model, role=role, comm=comm)
 
 
 def _no_handoff(event: OutgoingEvent) -> None:
