@@ -114,11 +114,6 @@ def _drafting_model_contradiction(config: AppConfig) -> str | None:
             " supported, because a head is not split over ranks; set ngram, draft_model or mtp,"
             " or tensor_parallel_size to 1"
         )
-    if asked.drafter in _READING_STATES and config.execution.enable_two_batch_overlap:
-        return (
-            "execution.enable_two_batch_overlap: steps of two batches keep no hidden states for"
-            f" speculation.drafter {asked.drafter}; set it to false, or another drafter"
-        )
     if config.model.attention.mask is not None:
         return (
             f"speculation.drafter: {asked.drafter} with model.attention.mask is not supported,"

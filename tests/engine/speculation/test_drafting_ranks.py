@@ -30,6 +30,11 @@ KINDS: list[Kind] = [
     {"temperature": 0.7, "top_k": 8},
     {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1},
 ]
+TWO_BATCHES = {
+    "execution__enable_two_batch_overlap": True,
+    "execution__tbo_min_prompt_tokens": 6,
+    "execution__tbo_min_decode_rows": 2,
+}
 WHOLE_EXPERTS = {"workers__expert_parallel": True, "workers__expert_exchange_min_tokens": 8}
 
 
@@ -56,7 +61,7 @@ def asked() -> list[Asked]:
 def test_answers_and_drafts_are_those_of_one_rank(
     ranks: RankProcesses, folder: Path, asked: list[Asked]
 ) -> None:
-    """Each rank has parts of all experts; preempted, and from cached prefixes, too."""
+    """Each rank has parts of all experts; preempted, too."""
     alone = start_exact(folder, speculation__drafter="none")
     with exact_drafts(), LedRanks(ranks, start_drafting, str(folder), {}) as led:
         expected = run(alone, asked)
@@ -66,20 +71,23 @@ def test_answers_and_drafts_are_those_of_one_rank(
         )
         led.lead_engine(engine)
         proposals = [record_proposals(each) for each in (one, engine)]
-        for each in (one, engine, engine):
+        for each in (one, engine):
             assert_same(run(each, asked), expected)
-    assert_same_drafts(*proposals, num_at_least=15)
+    assert_same_drafts(*proposals, num_at_least=10)
     assert engine.core.scheduler.statistics().num_preemptions > 0
 
 
 def test_drafts_that_no_host_reads_change_no_answer(
     ranks: RankProcesses, tmp_path: Path, asked: list[Asked]
 ) -> None:
-    """Steps overlap, drafts are partly right; each rank has whole experts, and tokens travel."""
+    """Steps overlap, drafts are partly right; each rank has whole experts, and tokens travel.
+
+    Also from cached prefixes, and in steps that are computed as two batches.
+    """
     save_mtp_model(tmp_path, seed=SEED)
     save_whole_numbers(tmp_path, SEED)
     make_guessable(tmp_path, SEED, strength=512)
-    settings = WHOLE_EXPERTS | {"scheduler__overlap": True}
+    settings = WHOLE_EXPERTS | TWO_BATCHES | {"scheduler__overlap": True}
     alone = start_exact(tmp_path, speculation__drafter="none")
     with exact_drafts(), LedRanks(ranks, start_drafting, str(tmp_path), settings) as led:
         expected = run(alone, asked)
@@ -91,6 +99,9 @@ def test_drafts_that_no_host_reads_change_no_answer(
     assert drafter is not None
     assert drafter.can_propose_ahead
     assert 0 < counts.num_accepted < counts.num_drafted
+    told = engine.executor.statistics().two_batches
+    assert told is not None
+    assert min(told.num_split_prompts, told.num_split_decodes) > 0
 
 
 def test_a_draft_model_over_two_ranks_is_as_right_as_the_target(

@@ -114,7 +114,6 @@ def test_a_layer_that_is_not_whole_is_named(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"execution.enable_two_batch_overlap": True}, "two batches keep no hidden states"),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
         ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
         ({"speculation.model_path": "x"}, "nothing else reads it"),
