@@ -32,7 +32,7 @@ class Phase(Enum):
     """A phase of one turn of the loop."""
 
     PLAN = auto()
-    LAUNCH = auto()
+    LAUNCH = auto()  # with waiting for the step before, if a row with a constraint needs its token
     WAIT = auto()
     COMMIT = auto()
 

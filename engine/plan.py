@@ -36,8 +36,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
     num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
     may be launched while the previous one computes. A row that samples in the previous plan then
-    computes that token in this one, and only the device knows its id. A row with a constraint is
-    never in both plans, because what it may sample depends on that id.
+    computes that token in this one, and only the device knows its id. What a row with a constraint
+    may sample depends on that id: it is computed at once, and samples when the previous plan has
+    ended (`awaited_rows`).
 
     A row with drafts (`drafts`) knows `its tokens, then its drafts` for this step only. It samples
     after each of its last num_samples[r] positions as if the drafts before were its tokens. Which
@@ -61,6 +62,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each constrained row; its constraint accepts it before the row samples.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
+    # Constrained rows whose newest token the previous plan draws: likewise, once it has ended.
+    awaited_rows: list[int] = []
     # (index in the plan, drafts): what these rows sample does not become part of their history.
     # `NEWEST` in place of some: only the device has them. The row computes the last of these, its
     # newest token, and its choice does not depend on the others. `given(place)`: likewise.

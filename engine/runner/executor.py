@@ -118,6 +118,7 @@ class Executor:
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._graphs = StepGraphSet(max_rows, self._step_buffers)
+        self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
         self._max_row_samples = 1
         self._decode_run: DecodeRun | None = None
         self._two_batches: TwoBatches | None = None
@@ -274,7 +275,8 @@ class Executor:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
 
         A row with non-finite values gets no token, and its `is_finite` is False. Other rows are
-        unaffected, as long as its blocks are zeroed before they are used again.
+        unaffected, as long as its blocks are zeroed before they are used again. With
+        `plan.awaited_rows`, blocks until the previous step has ended.
 
         With DP attention, `plan` is of all ranks, and the step is this rank's part of it; a plan of
         one rank is that of every rank.
@@ -282,6 +284,7 @@ class Executor:
         shared = self._dp.of(plan) if self._dp else None
         if shared is not None:
             plan = shared.own
+        previous, self._newest = self._newest, None
         if not plan.rows and (shared is None or shared.is_idle):
             with torch.inference_mode():
                 self._apply_rows(plan)
@@ -298,6 +301,9 @@ class Executor:
             if self._keeper is not None:
                 assert computed.exported is not None, "the model exports nothing in such a step"
                 self._keeper.keep(computed.exported, computed.batch, self._rows.blocks)
+            if plan.awaited_rows:
+                assert previous is not None, f"step {plan.step} awaits tokens of no step"
+                self._rows.accept(plan.awaited_rows, previous.wait_drawn(plan.awaited_rows))
             left = self._sample(computed, _drafts_by_row(plan))
             if self.guesses is not None:
                 left = self.guesses.settle(plan, computed.batch, left)
@@ -306,7 +312,8 @@ class Executor:
                 left = replace(left, written=written)
             if self.expert_loads is not None:
                 self.expert_loads.on_step()
-            return PendingStep(plan, computed.batch, self._slots, slot, left)
+            self._newest = PendingStep(plan, computed.batch, self._slots, slot, left)
+            return self._newest
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
         """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order.

@@ -16,6 +16,7 @@ tokens. A partially filled block is digested again with every step that adds to 
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -207,6 +208,16 @@ class PendingStep:
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._slot.timer.is_done
+
+    def wait_drawn(self, rows: Sequence[int]) -> list[int]:
+        """Block until the step has ended; what it drew for rows that sample once. Before `wait`.
+
+        Returns a token or `NOT_FINITE` for each of `rows`.
+        """
+        self._slot.timer.wait()
+        row_list = self._batch.sampled_row_list
+        by_row = dict(zip(row_list, self._slot.drawn(len(row_list)).tolist(), strict=True))
+        return [by_row[row] for row in rows]
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host. Called once."""

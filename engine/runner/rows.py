@@ -51,6 +51,15 @@ class Rows:
         for index, token_ids in plan.drafts:
             self.tokens.put_drafts(plan.rows[index], token_ids)
 
+    def accept(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Pass constrained rows the tokens that they drew; one below 0 was not drawn.
+
+        Such a row ends with an error, and so does what it samples meanwhile.
+        """
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if token_id >= 0:
+                self.sampler.accept_token(row, token_id)
+
     def _admit(self, admission: RowAdmission) -> None:
         row, num_prompt = admission.row, admission.num_prompt_tokens
         if self.tokens.is_occupied(row):

@@ -69,7 +69,7 @@ class StepsInFlight:
 
     @property
     def num_held_rows(self) -> int:
-        """Rows that wait for a step in flight and would not without drafts."""
+        """Rows that wait for a step in flight because they may get drafts then."""
         held = [request for step in self._steps for request in step.held]
         return sum([r.row is not None and not r.params.is_constrained for r in held])
 

@@ -5,9 +5,8 @@
              chunks     one token
 
 A request passes these states in this order each time it gets a row, and may be removed from any of
-them. A request with a constraint is paused after every step until its token has arrived, because
-what it may sample next depends on that token. Each step plans all `decodes` as columns of an array
-that is rebuilt when a request joins or leaves. Knows the size of a block and nothing else of
+them. Each step plans all `decodes` as columns of an array that is rebuilt when a request joins or
+leaves. Knows the size of a block and nothing else of
 blocks, and no tensors.
 """
 
@@ -152,7 +151,6 @@ class RunningRequests:
         self._all: dict[RequestKey, Request] = {}
         self.prompts: dict[RequestKey, Request] = {}
         self.decodes: dict[RequestKey, Request] = {}
-        self._constrained: dict[RequestKey, Request] = {}
         self._columns: DecodeColumns | None = None  # of `decodes`; None = rebuild on next use
 
     def __len__(self) -> int:
@@ -192,8 +190,6 @@ class RunningRequests:
     def add(self, request: Request) -> None:
         """Add a request whose known tokens are to be computed in chunks."""
         self._all[request.key] = self.prompts[request.key] = request
-        if request.params.is_constrained:
-            self._constrained[request.key] = request
 
     def begin_decode(self, request: Request) -> None:
         """Move a request to the decodes: from the next step on it computes one token a step."""
@@ -207,11 +203,10 @@ class RunningRequests:
             del self.decodes[request.key]
             self._columns = None
 
-    def hold(self, others: Iterable[Request]) -> list[Request]:
-        """Pause decodes with a constraint and `others`, with tokens in flight, until `resume`."""
-        held = [r for r in self._constrained.values() if r.key in self.decodes]
-        self.pause(held)
-        for request in others:
+    def hold(self, requests: Iterable[Request]) -> list[Request]:
+        """Pause those that decode, with tokens in flight, until `resume`; returns them."""
+        held = []
+        for request in requests:
             if request.key in self.decodes:
                 self.pause([request])
                 held.append(request)
@@ -233,7 +228,6 @@ class RunningRequests:
         self.prompts.pop(request.key, None)
         if self.decodes.pop(request.key, None) is not None:
             self._columns = None
-        self._constrained.pop(request.key, None)
 
     def has_prefilling_sibling(self, request: Request, block_size: int) -> bool:
         """Whether another choice of the same request is still computing their shared prompt."""
@@ -271,16 +265,12 @@ def build_plan(
     num_rows = num_decodes + len(requests)
     assert len(rows) == num_rows, f"step {step}: a request of {num_rows} has no row"
     no_blocks: list[int] = []
-    accepted_tokens = [
-        (row_of(request), request.tokens[-1])
-        for request in decodes.constrained
-        if not row_slots.is_entering(request) and request.key not in verified
-    ]
     verified_tokens = [
         (row_of(request), verified[request.key])
         for request in (decodes.requests if verified else ())
         if request.key in verified
     ]
+    accepted_tokens, awaited_rows = _newest_of_constrained(decodes, row_slots, verified)
     admissions, released_rows = row_slots.take_changes()
     num_samples = [1] * num_decodes
     for index, its_drafts in planned.drafts.items():
@@ -302,7 +292,24 @@ def build_plan(
             list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
         ),
         accepted_tokens=accepted_tokens,
+        awaited_rows=awaited_rows,
         drafts=planned.in_plan(),
         ahead=list(planned.nums_in_flight),
         verified_tokens=verified_tokens,
     )
+
+
+def _newest_of_constrained(
+    decodes: DecodeColumns, row_slots: RowSlots, verified: Mapping[RequestKey, list[int]]
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """`accepted_tokens` and `awaited_rows` of a plan, before its admissions are taken."""
+    accepted_tokens: list[tuple[int, int]] = []
+    awaited_rows: list[int] = []
+    for request in decodes.constrained:
+        if row_slots.is_entering(request) or request.key in verified:
+            continue
+        if request.num_computed_tokens == request.num_known_tokens:
+            awaited_rows.append(row_of(request))
+        else:
+            accepted_tokens.append((row_of(request), request.tokens[-1]))
+    return accepted_tokens, awaited_rows

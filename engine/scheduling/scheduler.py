@@ -15,8 +15,9 @@ A preempted request goes back to `waiting` and recomputes here, whatever the rol
 that the step completed to the prefix index and appends what it sampled. One earlier plan may be in
 flight: the token that a row samples there is the one it computes next. If that token will be its
 last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
-next step is dropped. A row with a constraint waits for its token instead, and no other row waits
-with it; so does a row with drafts (`drafting`). Knows no tensors, no Ray and no text.
+next step is dropped. A row with drafts (`drafting`) waits for its token instead, and no other row
+waits with it; so does one with a constraint, in a worker that drafts. Knows no tensors, no Ray and
+no text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -479,13 +480,16 @@ class Scheduler:
                 begun.append(request)
         at_last = self._running.decode_columns.at_last_token(self._finish_rules)
         self._running.pause([r for r in at_last if r.key not in guessed])
+        to_hold = self.drafting.to_hold(decodes.requests, begun, drafts)
+        if self.drafting.drafter is not None:
+            to_hold = self._running.decode_columns.constrained + to_hold
         step = StepInFlight(
             requests=decodes.requests + [request for request, _ in chunks],
             num_decodes=len(decodes),
             zero_block_ids=zero_block_ids,
             filled=filled,
             work=drafts.work(work),
-            held=self._running.hold(self.drafting.to_hold(decodes.requests, begun, drafts)),
+            held=self._running.hold(to_hold),
             planned_drafts=drafts,
         )
         self._in_flight.add(step)

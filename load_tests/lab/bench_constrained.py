@@ -71,7 +71,7 @@ class ConstrainedBench:
     ) -> list[float]:
         """Milliseconds of each step in which all rows, `num_held` of them held, are decoding."""
         self._ours.engine.grammars.prepare(constraint).result()
-        # A held row gets a token in every other step, so that it is here as long as the others.
+        # Nobody's answer ends within the measured steps.
         budget = self._num_steps + 4 * _WARM_STEPS + num_rows
         for number, prompt in enumerate(self._prompts.draw(num_rows, num_prompt_tokens)):
             is_held = number < num_held

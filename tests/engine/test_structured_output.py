@@ -217,6 +217,31 @@ def test_preemption_changes_no_answer(tokenizing: Tokenizing) -> None:
     assert tight.core.scheduler.statistics().num_preemptions > 0
 
 
+def test_answers_are_the_same_whether_steps_overlap(tokenizing: Tokenizing) -> None:
+    """A constrained row is planned before its newest token is known, and told of it in time."""
+    prompt, word, draw = prompt_of(tokenizing), prompt_of(tokenizing, "self"), random.Random(SEED)
+    limits = [
+        {"constraint": Constraint(ConstraintKind.REGEX, "[ab]{3}-[0-9]{2,9}")},
+        {"constraint": by_schema(random_schema(draw)), "frequency_penalty": 0.7},
+        {"constraint": by_schema(random_schema(draw)), "logprobs": 2},
+        {"allowed_token_ids": tuple(draw.sample(range(1, 400), 40)), "max_tokens": 9},
+        {
+            "banned_sequences": (tuple(word), tuple(prompt[:1])),
+            "stop_token_ids": tuple(prompt[1:3]),
+        },
+        {},
+    ]
+    requests = [
+        (prompt, SamplingParams(**{"max_tokens": 40, "seed": draw.randrange(999)} | given))
+        for given in limits * 2
+    ]
+    found = []
+    for overlap in (False, True):
+        engine = start_engine(scheduler__overlap=overlap, scheduler__max_num_seqs=5)
+        found.append([(one.tokens, one.finish) for one in answer(engine, requests)])
+    assert found[0] == found[1]
+
+
 def test_logprobs_are_the_models_own(engine: Engine, tokenizing: Tokenizing) -> None:
     constraint = by_tag({"type": "const_string", "value": "zz"})
     params = msgspec.structs.replace(params_of(constraint, SEED), logprobs=2, temperature=0.0)

@@ -39,5 +39,4 @@ def _places(request: Request, *, is_held: bool) -> list[tuple[bool, bool]]:
         return [(True, False), (False, True)]
     # Its newest token is in flight: is there another one to compute here?
     has_next = request.num_computed_tokens + 1 < request.max_known_tokens
-    waits_for_its_token = is_held or request.params.constraint is not None
-    return [(False, has_next and request.decode_worker is None and not waits_for_its_token)]
+    return [(False, has_next and request.decode_worker is None and not is_held)]

@@ -1,4 +1,4 @@
-"""Rows with a constraint in overlapped steps: each waits for its own token, and no other does."""
+"""Rows with a constraint in overlapped steps: planned like others, and told of every token."""
 
 import random
 
@@ -22,7 +22,7 @@ def _plans(replica: Replica) -> list[StepPlan]:
     return replica.executor.plans
 
 
-def test_rows_without_a_constraint_go_on_in_every_step_beside_one_that_waits() -> None:
+def test_rows_with_a_constraint_take_part_in_every_step() -> None:
     replica = Replica(overlap=True)
     free = replica.add("free", prompt_of(3), params=params_of(12))
     held = replica.add("held", prompt_of(4), params=params_of(5, constraint=HELD))
@@ -33,8 +33,10 @@ def test_rows_without_a_constraint_go_on_in_every_step_beside_one_that_waits() -
     free_row, held_row = rows[0]
     num_steps = 12
     assert sampled_rows(replica, free_row)[:num_steps] == [True] * num_steps
-    # A step is planned while the one before it is in flight: every other one is free for it.
-    assert sampled_rows(replica, held_row)[:9] == [True, False] * 4 + [True]
+    assert sampled_rows(replica, held_row)[:6] == [True] * 5 + [False]
+    # A step is planned while the one before it, which draws the newest token, is in flight.
+    assert [plan.awaited_rows for plan in _plans(replica)[:6]] == [[]] + [[held_row]] * 4 + [[]]
+    assert not any(plan.accepted_tokens for plan in _plans(replica))
     replica.check_idle()
     assert replica.output(free) == replica.expected(free)
     assert replica.output(held) == replica.expected(held)
@@ -58,6 +60,7 @@ def test_a_constraint_hears_every_token_before_the_row_samples_again(
         if request is not aborted:
             assert replica.output(request) == replica.expected(request)
     _check_heard(replica)
+    assert any(plan.awaited_rows for plan in _plans(replica)) == overlap
 
 
 def _add(replica: Replica, name: str, draw: random.Random) -> Request:
@@ -72,6 +75,7 @@ def _check_heard(replica: Replica) -> None:
     """What rows heard, at admission and one by one, is what their requests sampled."""
     num_heard: dict[int, int] = {}  # row -> output tokens its constraint knows
     num_sampled: dict[int, int] = {}
+    sampled_before: set[int] = set()
     for plan in _plans(replica):
         for admission in plan.admissions:
             num_outputs = len(admission.token_ids) - admission.num_prompt_tokens
@@ -80,7 +84,12 @@ def _check_heard(replica: Replica) -> None:
             num_sampled[admission.row] = num_outputs
         for row, _ in plan.accepted_tokens:
             num_heard[row] += 1
+        assert sampled_before.issuperset(plan.awaited_rows)
+        for row in plan.awaited_rows:
+            num_heard[row] += 1
+        sampled_before = set()
         for row, samples in zip(plan.rows, plan.num_samples, strict=True):
             if samples:
                 assert num_heard[row] in (-1, num_sampled[row])
                 num_sampled[row] += 1
+                sampled_before.add(row)
