@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.moe import MAX_JOINED_TOKENS, SharedOutput
-from engine.layers.quantized_cuda import check_dtype, four_bit_codes, unreadable
+from engine.layers.quantized_cuda import check_dtype, check_e4m3, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
 from kernels.moe import combine
@@ -271,6 +271,8 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxf
     )
     if not supports_coded(operand):
         raise unreadable(weight, f"groups of {scales.columns} inputs")
+    if codes is Codes.FP8:
+        check_e4m3(weight.data)
     if codes is Codes.MXFP4_SMALL and supports_mxfp4(values, scales.half, scales.dtype):
         return mxfp4_experts(weight.data, values, is_gated=is_gated)
     return operand

@@ -67,6 +67,8 @@ CODED_INSIDE_TO = 16
 # H200 they are 12 % faster, with more columns no faster.
 UNIT_SUMS_TO = 8192
 _E4M3_CAPABILITY = (8, 9)
+_NAN_E4M3, _NAN_E8M0 = 0x7F, 0xFF  # without the sign, which e8m0 has not
+_CHECKED_AT_ONCE = 2**26  # numbers
 
 
 class Product(Protocol):
@@ -326,9 +328,24 @@ def _product(weight: LinearWeight, scales: Scales) -> Product:
     return Fp8Rows(operand, dtype) if can_multiply else Fp8Matrix(operand, dtype)
 
 
+def check_e4m3(numbers: Tensor) -> None:
+    """Raises ConfigError if one is NaN: kernels that decode e4m3 by arithmetic make 480 of it."""
+    for some in torch.split(numbers.view(torch.uint8).flatten(), _CHECKED_AT_ONCE):
+        if bool(((some & _NAN_E4M3) == _NAN_E4M3).any()):
+            raise _not_a_number()
+
+
+def _not_a_number() -> ConfigError:
+    return ConfigError(
+        "model.path: a quantised weight or its scales hold NaN: its files are damaged, or were"
+        " quantised without a limit; download or quantise the model anew"
+    )
+
+
 def _fp8_operand(weight: LinearWeight, scales: Scales) -> Fp8Operand:
     if not supports_fp8(weight.data, scales.columns):
         raise unreadable(weight, f"tiles of {scales.columns} inputs")
+    check_e4m3(weight.data)
     return Fp8Operand(
         codes=weight.data,
         scales=scales.values,
@@ -356,12 +373,15 @@ def _four_bit_operand(weight: LinearWeight, scales: Scales) -> FourBitOperand:
 def four_bit_codes(scales: Scales) -> tuple[Codes, Tensor]:
     """How 4-bit weights are coded, and their scales as kernels take them.
 
-    scales: `compacted`. Raises ConfigError for scales that leave no room for zero points.
+    scales: `compacted`. Raises ConfigError for scales that leave no room for zero points, or NaN.
     """
     if scales.is_e2m1:
         values = scales.values.view(torch.uint8)
         if scales.factors is not None:
+            check_e4m3(values)
             return Codes.NVFP4, values
+        if bool((values == _NAN_E8M0).any()):
+            raise _not_a_number()
         is_small = bool((values <= MAX_SMALL).all())
         return (Codes.MXFP4_SMALL if is_small else Codes.MXFP4), values
     words = join_zeros(scales.values, scales.zeros)

@@ -221,6 +221,7 @@ def open_peer_ranks(others: NcclRanks, device: torch.device) -> Comm:
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     memory: DeviceOffer | None
     why_not: str = ""
+    gpu: str = ""  # its name and size, by which ways and grids are chosen
 
 
 def _map_memories(comm: Comm, device: torch.device) -> tuple[PeerMemory | None, str]:
@@ -229,12 +230,12 @@ def _map_memories(comm: Comm, device: torch.device) -> tuple[PeerMemory | None, 
     mine = torch.zeros(num_words, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
     try:
-        offer = _Offer(memory=offer_tensor(mine))
+        offer = _Offer(memory=offer_tensor(mine), gpu=_kind_of(device))
     except RuntimeError as error:
         offer = _Offer(memory=None, why_not=f"memory cannot be offered: {error}")
     offers = _exchange(comm, offer)
-    if (why_not := _first_reason(offers)) is not None:
-        return None, why_not
+    if (reason := _first_reason(offers) or _unlike(offers)) is not None:
+        return None, reason
     memories, why_not = [], ""
     try:
         for index, one in enumerate(offers):
@@ -253,6 +254,17 @@ def _map_memories(comm: Comm, device: torch.device) -> tuple[PeerMemory | None, 
 def _exchange(comm: Comm, offer: _Offer) -> list[_Offer]:
     encoded = comm.gather_bytes(msgspec.msgpack.encode(offer), BUILD_PATIENCE_S)
     return [msgspec.msgpack.decode(data, type=_Offer) for data in encoded]
+
+
+def _kind_of(device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} of {found.multi_processor_count} multiprocessors"
+
+
+def _unlike(offers: Sequence[_Offer]) -> str | None:
+    """Why ranks would choose other grids: blocks wait for those of their own number alone."""
+    kinds = sorted({one.gpu for one in offers})
+    return None if len(kinds) == 1 else f"the GPUs are not alike: {', '.join(kinds)}"
 
 
 def _first_reason(offers: Sequence[_Offer]) -> str | None:

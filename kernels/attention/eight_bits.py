@@ -37,7 +37,8 @@ cvt.rn.f16x2.e4m3x2 $1, odd;
 def _widen(words) -> tl.tensor:
     """The numbers of low bytes: put to the upper bits of a float16 they stand for 2^-8 of them."""
     half = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True) * 256.0
+    numbers = half.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((words & 0x7F) == 0x7F, float("nan"), numbers)
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def _numbers(
 ):
     """A tile of the store in the dtype of products."""
     if IS_FP8:
-        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX)
+        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX, True)
     return x
 
 

@@ -64,7 +64,7 @@ def _widen_kernel(
     lines = blocks * BLOCK_STRIDE + keys % BLOCK_SIZE * width
     inside = kv_head * HEAD_DIM + columns[None, :]
     codes = tl.load(half + lines[:, None] + inside, mask=mask, other=0)
-    numbers = decode_e4m3(codes, tl.float32, KNOWS_E4M3, False) * scale
+    numbers = decode_e4m3(codes, tl.float32, KNOWS_E4M3, False, True) * scale
     places = (plane.to(tl.int64) * num_keys + first + keys) * width
     numbers = numbers.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + places[:, None] + inside, numbers, mask=mask)

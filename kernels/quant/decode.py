@@ -53,16 +53,36 @@ fma.rn.bf16x2 $0, bits, factor, zero;
 }
 """
 _WIDEN_E4M3 = tl.constexpr(WIDEN_E4M3)
+# The same, and NaN of e4m3's NaN, which is 480 above: times 1.125 * 2^119 (0x7b10) that is infinite
+# and 448 is not, and infinite times 0 is NaN, all else 0 with the sign of the number.
+WIDEN_E4M3_OR_NAN = WIDEN_E4M3.replace(
+    "fma.rn.bf16x2 $0, bits, factor, zero;",
+    """fma.rn.bf16x2 bits, bits, factor, zero;
+mov.b32 factor, 0x7b107b10;
+fma.rn.bf16x2 factor, bits, factor, zero;
+mov.b32 zero, 0;
+fma.rn.bf16x2 $0, factor, zero, bits;""",
+)
+_WIDEN_E4M3_OR_NAN = tl.constexpr(WIDEN_E4M3_OR_NAN)
 
 
 @triton.jit
 def decode_e4m3(  # noqa: ANN201
-    codes, dtype: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
-):
-    """codes: uint8 tile; returns the numbers in `dtype`, which has at least e4m3's range."""
+    codes, dtype: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr,
+    HAS_NAN: tl.constexpr = False,
+):  # fmt: skip
+    """codes: uint8 tile; returns the numbers in `dtype`, which has at least e4m3's range.
+
+    HAS_NAN: a code may be NaN, and stays so; else it may become 480.
+    """
     if dtype == tl.bfloat16 and USES_PTX:
         numbers = tl.inline_asm_elementwise(
-            _WIDEN_E4M3, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
+            _WIDEN_E4M3_OR_NAN if HAS_NAN else _WIDEN_E4M3,
+            "=r,h",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
         )
     elif KNOWS_E4M3:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
@@ -70,6 +90,8 @@ def decode_e4m3(  # noqa: ANN201
         wide = codes.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         numbers = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+        if HAS_NAN:
+            numbers = tl.where((codes & _NAN_E4M3) == _NAN_E4M3, float("nan"), numbers)
     return numbers
 
 

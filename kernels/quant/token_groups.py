@@ -38,7 +38,10 @@ def _round_e4m3(x):
     # Adding and subtracting 1.5 * 2^23 places rounds to a multiple of the place, ties to even.
     shift = 12582912.0 * place
     rounded = tl.minimum((size + shift) - shift, 448.0)
-    return tl.where(x < 0, -rounded, rounded)
+    rounded = tl.where(x < 0, -rounded, rounded)
+    # The interpreter makes e4m3's NaN of those with all upper places of the mantissa.
+    nan = ((bits | 0x700000) & 0x7FF00000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, nan)
 
 
 @triton.jit
@@ -55,8 +58,9 @@ def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN
     largest = tl.max(tl.abs(x), axis=1)
     if PIECES == 1:
         scales = tl.where(largest > 0, largest / 448.0, 1.0)
-        # At most 448 but for the rounding of the division.
-        scaled = tl.minimum(tl.maximum(x / scales[:, None], -448.0), 448.0)
+        # At most 448 but for the rounding of the division. What is not a number must stay so.
+        scaled = tl.maximum(x / scales[:, None], -448.0, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
         first = _nearest_e4m3(scaled, KNOWS_E4M3)
         second = first
     else:

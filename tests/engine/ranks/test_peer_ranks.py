@@ -112,3 +112,14 @@ def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
 def test_an_unknown_gpu_has_limits_that_say_so(num_ranks: int) -> None:
     assert not limits_of("NVIDIA Z9000", num_ranks).is_measured
     assert limits_of("NVIDIA H200", 2).is_measured
+
+
+def test_gpus_that_are_not_alike_map_no_memory() -> None:
+    offers = [
+        peer_ranks._Offer(memory=None, gpu=gpu)
+        for gpu in ("H200 of 132 multiprocessors", "H100 PCIe of 114 multiprocessors")
+    ]
+    reason = peer_ranks._unlike(offers)
+    assert reason is not None
+    assert all(offer.gpu in reason for offer in offers)
+    assert peer_ranks._unlike(offers[:1] * 2) is None

@@ -197,6 +197,14 @@ def check_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             coded_operand(weight, is_gated=False)
+    for form, code in (("fp8 rows", 0x7F), ("fp8 tiles", 0xFF), ("mxfp4", 0xFF), ("nvfp4", 0x7F)):
+        weight, _ = _experts(form, (3, 32, 64), torch.float16, CPU)
+        assert weight.scales is not None
+        coded_operand(weight, is_gated=False)
+        held = weight.data if form.startswith("fp8") else weight.scales.values
+        held.view(torch.uint8)[2, 31, -1] = code
+        with pytest.raises(ConfigError, match="NaN"):
+            coded_operand(weight, is_gated=False)
 
 
 NIGHTLY = pytest.mark.nightly

@@ -1,12 +1,13 @@
 """Experts with biases and the clamped gate against float64, interpreted here, compiled on a GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.moe import reference
+from kernels.moe import few, reference
 from kernels.moe.align import align
 from kernels.moe.clamped_gate import ClampedGate
 from kernels.moe.combine import combine
@@ -22,6 +23,8 @@ from kernels.moe.grouped import (
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile, Tile
+from tests.harness.gpus import gpu
+from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.moe.moe_cases import assert_near, has_expert, random_routes, random_tensor
 
@@ -130,6 +133,20 @@ def check_more_forms() -> None:
 )
 def test_interpreted_kernels_know_the_form_of_experts(check: str) -> None:
     run_interpreted(f"{MODULE}:{check}")
+
+
+@pytest.mark.slow
+def test_a_nan_is_not_cut_off_to_the_limit() -> None:
+    """As a number is: a minimum of two is the other one where one is NaN, unless told otherwise."""
+    kept: list[Any] = []
+    x = torch.empty(2, 128, dtype=torch.bfloat16)
+    with compiled_for(gpu("H200"), few, kept=kept):
+        routes = Routes(ids=torch.zeros(2, 1, dtype=torch.int32), weights=torch.ones(2, 1))
+        few_gate_up(x, x.expand(3, 64, 2, 128).flatten(1, 2), routes, FEW, ExpertForm(gate=GATE))
+    (made,) = kept
+    for name in ("min", "max"):
+        assert f"{name}.NaN.f32" in made.asm["ptx"]
+        assert f"{name}.f32" not in made.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -11,7 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from engine.layers.quantized_weight import e2m1_values
-from kernels.quant.decode import RAISE_INT4, SCALE_E2M1, WIDEN_E2M1, WIDEN_E4M3
+from kernels.quant.decode import (
+    RAISE_INT4,
+    SCALE_E2M1,
+    WIDEN_E2M1,
+    WIDEN_E4M3,
+    WIDEN_E4M3_OR_NAN,
+)
 from kernels.quant.e2m1_words import DECODE_WORD, pack_scales, pack_words
 
 Words = NDArray[np.uint32]
@@ -103,6 +109,16 @@ def test_instructions_widen_every_number_of_e4m3_exactly() -> None:
         keep = torch.from_numpy(is_number)
         assert torch.equal(ours[keep], exact[keep])
         assert torch.equal(ours[keep].signbit(), exact[keep].signbit())
+
+
+def test_instructions_keep_a_nan_of_e4m3_where_it_may_be_one() -> None:
+    (found,), (plain,) = (_execute(each, EVERY_PAIR, 1) for each in (WIDEN_E4M3_OR_NAN, WIDEN_E4M3))
+    for shift, codes in ((0, EVERY_PAIR & 255), (16, EVERY_PAIR >> 8)):
+        ours, others = (_bf16(words >> np.uint32(shift)).float() for words in (found, plain))
+        is_nan = torch.from_numpy(codes & 127 == 127)
+        assert torch.equal(ours.isnan(), is_nan)
+        assert torch.equal(ours[~is_nan], others[~is_nan])
+        assert torch.equal(ours[~is_nan].signbit(), others[~is_nan].signbit())
 
 
 def test_instructions_raise_every_number_of_four_bits() -> None:

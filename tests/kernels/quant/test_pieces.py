@@ -100,6 +100,21 @@ def check_norms_interpreted() -> None:
                 assert error < 5e-3, f"off by {error}: the norm is rounded to the other side"
 
 
+def check_not_finite_interpreted() -> None:
+    """In both forms; the tokens beside are coded as they were."""
+    from kernels.quant.token_groups import code_tokens
+
+    for pieces in (1, 2):
+        form = InputForm(pieces=pieces, group=64)
+        x = torch.randn(3, 128)
+        others = decoded(code_tokens(x, form))[::2]
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            x[1, 77] = bad
+            ours = decoded(code_tokens(x, form))
+            assert not ours[1, 77].isfinite(), f"{bad} became {ours[1, 77]}"
+            assert torch.equal(ours[::2], others)
+
+
 def check_layers_interpreted() -> None:
     """Which maps take which form, and a feed-forward part of coded inputs."""
     from engine.layers import quantized_cuda
@@ -145,7 +160,7 @@ def _made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["products", "norms", "layers"])
+@pytest.mark.parametrize("name", ["products", "norms", "layers", "not_finite"])
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
@@ -174,6 +189,25 @@ def test_no_code_is_read_back_where_it_was_made() -> None:
     for made in kept:
         assert "e4m3x2.f32" in made.asm["ptx"]
         assert "f16x2.e4m3x2" not in made.asm["ptx"]
+
+
+@pytest.mark.slow
+def test_a_nan_is_not_cut_off_to_a_number() -> None:
+    """A minimum of two numbers is the other one where one is NaN, unless it is told to be NaN."""
+    from kernels.quant import coded_norm, token_groups
+    from tests.kernels.cross_compile import compiled_for
+
+    kept: list[Any] = []
+    x = torch.empty(3, 4096, dtype=torch.bfloat16)
+    with compiled_for(gpu("H200"), coded_norm, token_groups, kept=kept):
+        form = InputForm(pieces=1, group=128)
+        token_groups.code_tokens(x, form)
+        coded_norm.rms_norm_coded(x, x.clone(), x[0], 1e-6, form)
+    assert len(kept) == 2
+    for made in kept:
+        assert "min.NaN.f32" in made.asm["ptx"]
+        assert "max.NaN.f32" in made.asm["ptx"]
+        assert "min.f32" not in made.asm["ptx"]
 
 
 @pytest.mark.slow
@@ -282,6 +316,9 @@ def test_what_is_not_finite_stays_so() -> None:
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = case.x.clone()
         x[1, 77] = bad
+        rounded = decoded(code_tokens(x, InputForm(pieces=1, group=1024)))
+        assert not rounded[1, 77].isfinite()
+        assert rounded[::2].isfinite().all()
         coded = code_tokens(x, InputForm(pieces=2, group=1024))
         y = fp8_pieces_linear(coded, _operand(case), torch.bfloat16, tile_counters(GPU))
         assert not y[1].isfinite().any()

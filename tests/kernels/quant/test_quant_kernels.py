@@ -500,6 +500,10 @@ def test_what_no_kernel_reads_is_refused_by_its_sizes() -> None:
     data = torch.zeros(48, 64, dtype=torch.uint8, device=GPU)
     with pytest.raises(ConfigError, match="scales in float32"):
         build_linear(LinearWeight(data, None, WeightFormat.INT4, scales))
+    damaged = fp8_case((1, 48, 64), (1, 64), torch.bfloat16, GPU).weight
+    damaged.data.view(torch.uint8)[47, 63] = 0xFF
+    with pytest.raises(ConfigError, match="NaN"):
+        build_linear(damaged)
 
 
 # ---- compiled for GPUs that are not here ---------------------------------------------------------
