@@ -1,4 +1,4 @@
-"""A worker of two ranks for which a smaller model drafts: it answers as one process without does."""
+"""A worker of two ranks for which a smaller model drafts answers as one process without it."""
 
 from pathlib import Path
 
