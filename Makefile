@@ -39,13 +39,15 @@ serve: $(SERVING)
 test: $(TESTING)
 	@$(MAKE) --no-print-directory --jobs 2 test-with-ray test-without-ray
 
-# The other part gives way, and is shown while it runs; this one when it has ended.
+# The other part gives way, and is shown while it runs; this one when it has ended. A SIGTERM that
+# make passes on to the shell is passed on to pytest; Ctrl-C reaches pytest by itself.
 test-with-ray: $(TESTING)
-	@$(PYTEST) -m "ray and not lab and $(EVERYDAY)" > $(VENV)/with-ray.txt 2>&1; \
-	status=$$?; cat $(VENV)/with-ray.txt; exit $$status
+	@trap 'wait $$!' INT; trap 'kill $$!; wait $$!' TERM; \
+	$(PYTEST) -m "ray and not lab and $(EVERYDAY)" > $(VENV)/with-ray.txt 2>&1 & \
+	wait $$!; status=$$?; cat $(VENV)/with-ray.txt; exit $$status
 
 test-without-ray: $(TESTING)
-	nice -n 19 $(PYTEST) -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
+	exec nice -n 19 $(PYTEST) -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
 
 # Tests of our own benches and checks; .ci/run says when.
 test-lab: $(TESTING)

@@ -28,6 +28,8 @@ from engine.messages import (
     decode,
     encode,
 )
+from engine.ranks.asides import Work
+from engine.ranks.rank import Rank
 
 
 class UnifiedWorker(EngineWorker):
@@ -60,12 +62,19 @@ if TYPE_CHECKING:
     from engine.build import Engine
 
 
+def _pull_heads(engine: "Engine", rank: Rank) -> Work:
+    """What the other ranks of a decode worker do beside steps."""
+    from actors.kv_transfer.connectors import pull_heads  # imports torch, which takes seconds
+
+    return pull_heads(engine, rank)
+
+
 class DecodeWorker(EngineWorker):
     """Takes over requests whose prompt is computed, and finishes them."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._connector: ReceivingConnector | None = None
-        host = EngineHost(spec, name, role, self._make_connector)
+        host = EngineHost(spec, name, role, self._make_connector, _pull_heads)
         super().__init__(
             host,
             {

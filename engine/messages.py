@@ -191,7 +191,8 @@ class ReplicaNews(msgspec.Struct, frozen=True, kw_only=True):
     is_known: bool  # else nothing of the report was taken over: a complete one is asked for
     num_replicas: int  # that report now, the one that asks among them
     num_waiting_tokens: int  # at the others
-    addresses: list[bytes]  # of the others
+    addresses: list[bytes]  # of the others, and of those that may live though they are silent
+    has_all_addresses: bool  # else the allocator began just now: some may not have reported yet
     levels: list[KeyLevel]  # of all limits that are not full
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# As this process is: Ray would put its workers at 15, near the tests without Ray that give way.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 from hypothesis import settings
@@ -20,6 +23,19 @@ LAB = TESTS / "load_tests" / "lab"
 # A machine that is busy with other tests must not look like an example that takes too long.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    _end_on_signals()
+
+
+def _end_on_signals() -> None:
+    """End all tests, and what fixtures have started, on SIGTERM as on Ctrl-C.
+
+    Also where a shell has started pytest in the background, which ignores Ctrl-C.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -41,6 +57,7 @@ def local_ray() -> Iterator[None]:
     import ray  # takes longer than many a test
 
     ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    _end_on_signals()  # Ray's handler ends the test that runs, and no other
     yield
     ray.shutdown()
 

@@ -74,6 +74,16 @@ WITHOUT_TENSORS = (
 )
 
 
+# Actors that Serve does not start.
+WITHOUT_SERVE = (
+    "actors.kv_transfer.rendezvous",
+    "actors.laps_allocator",
+    "actors.tokenizer_batcher",
+    "actors.worker.rank_worker",
+    "actors.workers",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     name: str
@@ -365,6 +375,13 @@ def _python(code: str) -> str:
 def test_decisions_import_neither_torch_nor_ray() -> None:
     imports = "; ".join(f"import {name}" for name in WITHOUT_TENSORS)
     heavy = "{'torch', 'ray', 'transformers', 'fastapi'}"
+    assert _python(f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+def test_an_actor_starts_without_torch_and_without_serve() -> None:
+    """Each of the four or more processes of an application would import them first."""
+    imports = "; ".join(f"import {name}" for name in WITHOUT_SERVE)
+    heavy = "{'torch', 'ray.serve', 'transformers', 'fastapi'}"
     assert _python(f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 

@@ -171,7 +171,8 @@ async def _build_limiting(
         max_short_tokens=config.laps.laps_length_threshold,
         others=others,
     )
-    responses = ReplicaResponses(StoredResponses(config.api.stored_responses_bytes), others)
+    stored = StoredResponses(config.api.stored_responses_bytes)
+    responses = ReplicaResponses(stored, others, clock)
     exchange = None
     if config.edge.num_replicas > 1:
         exchange = ReplicaExchange(
@@ -182,8 +183,9 @@ async def _build_limiting(
             note_exchange=admission.note_exchange,
             others=others,
             address=await responses.listen(listen_address(config)),
+            clock=clock,
         )
-        await exchange.exchange()  # so that the first request finds what keys have left
+        await exchange.introduce()  # the first request also finds what keys have left
     return _Limiting(
         admission=admission, rate_limits=rate_limits, responses=responses, exchange=exchange
     )

@@ -3,8 +3,9 @@
 Rate limits: the board has the common bucket of every key. A replica reports what it used and gets
 the level back, so between two reports it may let through what others have used meanwhile; that is
 owed, and nobody gets anything before it has refilled. Waiting prompts: the sum of what replicas
-reported last. Addresses: where each answers the others. Metrics: the last of every replica, so that
-what it counted outlives it.
+reported last. Addresses: where each answers the others, and those of replicas that have been silent
+for less than a minute: they may live, cut off from here. Metrics: the last of every replica, so
+that what it counted outlives it.
 
 After a restart the board is empty. Replicas then report everything, and each common bucket begins
 with the lowest level that a replica knows. A new replica reports before its first request.
@@ -25,6 +26,7 @@ from engine.messages import (
 )
 
 SILENCE_S = 3.0  # a replica reports four times a second
+GONE_S = 60.0  # a replica that has been silent for so long is gone, with what it stored
 MAX_GONE = 32  # replicas whose counts are kept after their end
 
 
@@ -86,10 +88,11 @@ class ReplicaBoard:
     def __init__(self, limits: Mapping[str, RateLimitConfig], clock: Clock) -> None:
         """limits: as of `SharedBuckets`."""
         self._clock = clock
+        self._began_s = clock.now_s()
         self._buckets = SharedBuckets(limits, clock)
         self._heard_s: dict[str, float] = {}  # replica -> when it reported last
         self._num_waiting_tokens: dict[str, int] = {}
-        self._addresses: dict[str, bytes] = {}
+        self._addresses: dict[str, tuple[bytes, float]] = {}  # replica -> where, heard when
         self._metrics: dict[str, ReplicaMetrics] = {}  # oldest first
 
     def exchange(self, report: ReplicaReport) -> ReplicaNews:
@@ -100,16 +103,17 @@ class ReplicaBoard:
             self._buckets.introduce(replica, report.uses)
         elif self._buckets.knows(replica):
             self._buckets.take(replica, report.uses)
-        self._heard_s[replica] = self._clock.now_s()
+        now_s = self._heard_s[replica] = self._clock.now_s()
         self._num_waiting_tokens[replica] = report.num_waiting_tokens
-        self._addresses[replica] = report.address
+        self._addresses[replica] = report.address, now_s
         return ReplicaNews(
             is_known=self._buckets.knows(replica),
             num_replicas=len(self._heard_s),
             num_waiting_tokens=sum(
                 num for name, num in self._num_waiting_tokens.items() if name != replica
             ),
-            addresses=[at for name, at in self._addresses.items() if name != replica],
+            addresses=[at for name, (at, _) in self._addresses.items() if name != replica],
+            has_all_addresses=now_s - self._began_s >= SILENCE_S,
             levels=self._buckets.levels(),
         )
 
@@ -131,6 +135,8 @@ class ReplicaBoard:
         now_s = self._clock.now_s()
         for replica, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
-                for known in (self._heard_s, self._num_waiting_tokens, self._addresses):
-                    del known[replica]
+                del self._heard_s[replica], self._num_waiting_tokens[replica]
                 self._buckets.forget(replica)
+        for replica, (_, heard_s) in list(self._addresses.items()):
+            if now_s - heard_s > GONE_S:
+                del self._addresses[replica]

@@ -5,6 +5,7 @@ Only where there are several. While the allocator is away a replica goes on by w
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -14,6 +15,7 @@ import msgspec
 from actors.ingress.rate_limits import RateLimits
 from actors.ingress.replica_board import MAX_GONE
 from actors.rpc.handles import AllocatorHandle
+from engine.clock import Clock
 from engine.errors import WorkerError
 from engine.messages import MetricFamily, ReplicaMetrics, ReplicaReport
 
@@ -22,6 +24,9 @@ T = TypeVar("T")
 
 EXCHANGE_EVERY_S = 0.25
 TIMEOUT_S = 2.0
+# So old may a list of replicas be. A new replica lets this pass between its first exchange and its
+# first request, so that whoever has a younger list knows it.
+FRESH_S = 1.0
 
 
 @dataclass(slots=True)
@@ -30,7 +35,8 @@ class OtherReplicas:
 
     num_others: int = 0  # that live
     num_waiting_tokens: int = 0  # of prompts that wait there for their first token
-    addresses: list[bytes] = field(default_factory=list)  # encoded, of those that live
+    addresses: list[bytes] = field(default_factory=list)  # encoded, of those that may live
+    complete_until_s: float = math.inf  # so long `addresses` has every replica that may live
     metrics: dict[str, ReplicaMetrics] = field(default_factory=dict)  # by replica, live or gone
 
 
@@ -47,6 +53,7 @@ class ReplicaExchange:
         note_exchange: Callable[[], None],
         others: OtherReplicas,
         address: bytes,
+        clock: Clock,
     ) -> None:
         """`find_allocator` raises WorkerError while it is away.
 
@@ -55,6 +62,8 @@ class ReplicaExchange:
         called when what the others said has changed.
         """
         self.others = others
+        others.complete_until_s = -math.inf
+        self._clock = clock
         self._ingress_id = ingress_id
         self._find_allocator = find_allocator
         self._rate_limits = rate_limits
@@ -70,6 +79,11 @@ class ReplicaExchange:
             await self.exchange()
             await asyncio.sleep(EXCHANGE_EVERY_S)
 
+    async def introduce(self) -> None:
+        """Returns when every list that others trust has this replica, if the allocator is there."""
+        await self.exchange()
+        await asyncio.sleep(FRESH_S)
+
     async def exchange(self) -> None:
         """Reports what was used and what waits here, and takes over the others'."""
         if await self._exchange() == "unknown":  # by an allocator that has just started
@@ -83,6 +97,7 @@ class ReplicaExchange:
             num_waiting_tokens=self._num_waiting_tokens(),
             address=self._address,
         )
+        asked_s = self._clock.now_s()
         news = await self._ask(lambda allocator: allocator.exchange(report))
         if news is None:
             return "away"
@@ -93,6 +108,7 @@ class ReplicaExchange:
         self.others.num_others = news.num_replicas - 1
         self.others.num_waiting_tokens = news.num_waiting_tokens
         self.others.addresses = news.addresses
+        self.others.complete_until_s = asked_s + FRESH_S if news.has_all_addresses else -math.inf
         self._note_exchange()
         return "done"
 

@@ -22,7 +22,7 @@ from actors.anthropic.errors import reply_at
 from actors.anthropic.objects import TokenCount
 from actors.anthropic.reading import parse_count_tokens, parse_messages
 from actors.ingress.answering import JSON_TYPE, Answering
-from actors.ingress.auth import READING, KeyGate
+from actors.ingress.auth import KEY_NAME, READING, KeyGate
 from actors.ingress.closed_replica import close_call_port
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.docs_page import docs_page
@@ -165,6 +165,7 @@ class Api:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         yield
+        await self._responses.close()
         await asyncio.to_thread(self._edge.tracing.close)
 
     # ---- generation -----------------------------------------------------------------------------
@@ -206,9 +207,11 @@ class Api:
     async def _respond(self, request: Request) -> Response:
         edge, model, responses = self._config.edge, self._model, self._responses
 
+        owner = request.scope[KEY_NAME]
+
         async def parse(body: bytes) -> ParsedRequest:
-            before = await responses.before(body)
-            return parse_responses(body, edge, model, responses.own, before=before)
+            before = await responses.before(owner, body)
+            return parse_responses(body, edge, model, responses.own.of(owner), before=before)
 
         return await self._answering.answer(request, parse)
 
@@ -223,13 +226,14 @@ class Api:
         counted = TokenCount(input_tokens=len(token_ids))
         return Response(to_json(counted), media_type=JSON_TYPE)
 
-    async def _show_response(self, name: str) -> Response:
-        elsewhere = await self._responses.find_elsewhere(name)
-        body = self._responses.own.body(name) if elsewhere is None else elsewhere.body
+    async def _show_response(self, request: Request, name: str) -> Response:
+        owner, responses = request.scope[KEY_NAME], self._responses
+        elsewhere = await responses.find_elsewhere(owner, name)
+        body = responses.own.of(owner).body(name) if elsewhere is None else elsewhere.body
         return Response(body, media_type=JSON_TYPE)
 
-    async def _forget_response(self, name: str) -> Response:
-        await self._responses.forget(name)
+    async def _forget_response(self, request: Request, name: str) -> Response:
+        await self._responses.forget(request.scope[KEY_NAME], name)
         return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
 
     async def _embed(self, request: Request) -> Response:

@@ -3,11 +3,11 @@
 import asyncio
 from dataclasses import asdict
 
-from actors.kv_transfer.channel_choice import BETWEEN_GPUS
 from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels, device_channels
 from actors.kv_transfer.faulty_pieces import FaultyPieces
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.rank_pieces import RankPieces
+from actors.kv_transfer.rank_pulls import RankPuller
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.rendezvous import RayRendezvousClient
 from actors.kv_transfer.sender import HandoffSender
@@ -20,6 +20,9 @@ from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
 from engine.kv.transfer import BlockTerms, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
+from engine.ranks.asides import Work
+from engine.ranks.rank import Rank
+from engine.ranks.shared_stores import part_of
 from engine.request import Request, RequestKey
 
 RENDEZVOUS_RPC_S = 5.0
@@ -173,18 +176,17 @@ class ReceivingConnector(KvConnector):
         }
 
 
+def pull_heads(engine: Engine, rank: Rank) -> Work:
+    """What a rank of a decode worker, not the first, does for its handoffs."""
+    part = part_of(rank, engine.whole_layout)
+    return RankPuller(part, KvPieces(engine.kv_store)).do
+
+
 def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
     """Of this worker's store, or of its ranks' stores."""
     if not engine.rank_stores:
         return KvPieces(engine.kv_store)
-    handoff, is_on_gpu = host.config.handoff, engine.kv_store.device.type == "cuda"
-    return RankPieces(
-        engine.rank_stores,
-        host.steps,
-        handoff.transfer_deadline_s,
-        # `auto` does not take what has not run on GPUs.
-        is_on_gpu=is_on_gpu and handoff.channel in BETWEEN_GPUS,
-    )
+    return RankPieces(engine.rank_stores, host.steps, host.config.handoff.transfer_deadline_s)
 
 
 def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels:
@@ -195,5 +197,7 @@ def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
-        device=device_channels(pieces, config.handoff),
+        device=device_channels(
+            pieces, config.handoff, host.asides if config.handoff.pull_by_ranks else None
+        ),
     )

@@ -179,7 +179,7 @@ class KvPieces:
         Without a deadline: a copy between two GPUs ends or the device is lost, and it must not be
         left running.
         """
-        return await self._run(lambda: self._pull(copy, ids, digests))
+        return await self._run(lambda: self.pull_digests(copy, ids) == digests)
 
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
@@ -230,7 +230,8 @@ class KvPieces:
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
 
-    def _pull(self, copy: Callable[[slice], None], ids: Sequence[int], digests: list[int]) -> bool:
+    def pull_digests(self, copy: Callable[[slice], None], ids: Sequence[int]) -> list[int]:
+        """`pull_by`, here; returns the digests of what lies in `ids` then."""
         parts = parts_of(len(ids), self.block_bytes)
         last = parts[-1]
         copied: list[torch.cuda.Event | None] = []
@@ -248,7 +249,7 @@ class KvPieces:
                     found.append(to_host(self._store.queue_digests(index[: last.start])))
                 self._let_checks_wait(copied[-1])
                 found.append(to_host(self._store.queue_digests(index[last])))
-        return [digest for part in found for digest in part.tolist()] == digests
+        return [digest for part in found for digest in part.tolist()]
 
     def _blocks_in(self, staging: Tensor) -> Tensor:
         """[n, *block_shape] of the same memory: uint8 [n * block_bytes]."""

@@ -12,9 +12,9 @@ stores of all ranks (engine/ranks/shared_stores.py) and copies heads by itself:
 A rank may be behind rank 0. A read waits until every rank has ended the steps whose results rank 0
 has; a write until each has ended all steps launched before the blocks were granted.
 
-The cost: all bytes pass through rank 0, and on GPUs through host memory, unless pieces are told to
-stay on the GPUs: for a channel that pulls them (channels/rank_ipc.py), or that sends them from a
-staging slot of rank 0's GPU (channels/nccl_pair.py).
+The cost: rank 0 copies all bytes. On GPUs it does so from GPU to GPU where a channel pulls them
+(channels/rank_ipc.py), through a staging slot of its own GPU where one sends them
+(channels/nccl_pair.py), and through host memory for all other channels.
 """
 
 import asyncio
@@ -108,16 +108,13 @@ class RankPieces:
         steps: StepCounts,
         deadline_s: float,
         *,
-        is_on_gpu: bool = False,
         num_threads: int = 4,
     ) -> None:
         """stores: of all ranks, rank 0's first. steps: of rank 0.
 
-        deadline_s: so long another rank may take to end a step that rank 0 has ended. is_on_gpu:
-        pieces that are read stay on the GPUs until a channel is known.
+        deadline_s: so long another rank may take to end a step that rank 0 has ended.
         """
         self.stores = stores
-        self.is_on_gpu = is_on_gpu
         self._steps = steps
         self._deadline_s = deadline_s
         self._num_steps_before_writes = 0
@@ -126,6 +123,10 @@ class RankPieces:
         self.dtype, self.device = stores[0].store.dtype, stores[0].store.device
         is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._stream is not None
 
     @property
     def block_bytes(self) -> int:
@@ -138,7 +139,7 @@ class RankPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """A copy, or the ids if pieces stay on the GPUs.
+        """A copy on a CPU; on GPUs the ids, until a channel is known.
 
         Raises HandoffError if a rank does not end its steps in time.
         """
@@ -170,11 +171,24 @@ class RankPieces:
         num_steps = self._num_steps_before_writes
         return await self._run(lambda: self._pull(source, source_ids, ids, digests, num_steps))
 
+    async def when_writable(self, work: Callable[[], T]) -> T:
+        """Does `work` in a thread, when it may write to all blocks that have been granted.
+
+        Raises HandoffError if a rank does not end its steps in time.
+        """
+        num_steps = self._num_steps_before_writes
+
+        def wait_and_work() -> T:
+            self._wait_steps(num_steps)
+            return work()
+
+        return await self._run(wait_and_work)
+
     # ---- from any thread: queued on rank 0's GPU, not waited for ---------------------------------
 
     def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
         """As `KvPieces.queue_load`, of whole blocks that `read` has named."""
-        with self._current_stream():
+        with self._queueing_work():
             blocks = staging.view(self.dtype).view(-1, *self.whole.block_shape)
             for one in self._holders():
                 blocks[..., one.part.heads, :] = one.store.gather(block_ids)
@@ -186,7 +200,7 @@ class RankPieces:
         Waits for these steps, which have ended long before a piece has come.
         """
         self._wait_steps(self._num_steps_before_writes)
-        with self._current_stream():
+        with self._queueing_work():
             self._scatter(block_ids, staging)
             digests = to_host(self._digests(block_ids))
             return QueuedTake(digests=digests, over=self._copied_so_far())
@@ -295,6 +309,17 @@ class RankPieces:
     def _copied_so_far(self) -> torch.cuda.Event | None:
         """Returns an event for the end of what is queued; None = it has ended."""
         return None if self._stream is None else self._stream.record_event()
+
+    @contextmanager
+    def _queueing_work(self) -> Iterator[None]:
+        """The same; waits for its end only after an exception, before others get the blocks."""
+        try:
+            with self._current_stream():
+                yield
+        except BaseException:
+            if self._stream is not None:
+                self._stream.synchronize()
+            raise
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 
 import ray
-from ray.serve._private.constants import SERVE_NAMESPACE  # Serve has no public name for it
 
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.placement_groups import leave_group
@@ -25,6 +24,9 @@ from actors.lifecycle.placement_groups import leave_group
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.5
+# Of the actors of Serve, which has no public name for it. Not imported from it: every actor has a
+# lifeline, and half of the time in which its process starts went into importing Serve.
+SERVE_NAMESPACE = "serve"
 
 
 def exit_for_good() -> None:

@@ -90,7 +90,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "seed": Bounds(INT64_MIN, INT64_MAX),
     "top_k": Bounds(-1, INT64_MAX),
     "min_p": Bounds(0, 1),
-    "repetition_penalty": Bounds(0, 2, low_is_open=True),
+    "repetition_penalty": Bounds(0.01, 2),  # logits are divided by it, in float32
     "min_tokens": Bounds(0, INT64_MAX),
     "max_tokens": Bounds(0, INT64_MAX),
     "max_completion_tokens": Bounds(1, INT64_MAX),

@@ -28,6 +28,7 @@ from actors.worker.faulty_steps import FaultySteps
 from actors.worker.gang import other_ranks
 from actors.worker.kv_connector import KvConnector
 from actors.worker.loading import EngineLoader, why_not_started
+from actors.worker.rank_worker import Beside
 from actors.worker.requests import WorkerRequests
 from actors.worker.stall_watch import StallWatch, exit_failed, exit_stalled
 from actors.worker.token_streams import TokenStreams
@@ -47,6 +48,7 @@ from engine.messages import (
     WorkerLimits,
     WorkerStatus,
 )
+from engine.ranks.asides import Asides
 from engine.ranks.leading import RankEnd, StepCounts
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
@@ -72,8 +74,12 @@ class EngineHost:
         name: str,
         role: Role,
         make_connector: Callable[["EngineHost", "Engine"], KvConnector],
+        beside: Beside | None = None,
     ) -> None:
-        """Starts loading at once. Must be created on the actor's event loop."""
+        """Starts loading at once. Must be created on the actor's event loop.
+
+        beside: what this worker's other ranks do beside steps, if asked.
+        """
         set_up_logging()
         share_interpreter()
         self.name = name
@@ -88,7 +94,7 @@ class EngineHost:
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
         self._tier_reports = TierReports(self.incarnation)
-        self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end)
+        self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end, beside)
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
@@ -169,6 +175,11 @@ class EngineHost:
     def steps(self) -> StepCounts:
         """Of this worker's engine, if it has several ranks."""
         return self._ranks.steps
+
+    @property
+    def asides(self) -> Asides | None:
+        """By which this worker asks its other ranks, if it has some."""
+        return self._ranks.asides
 
     # ---- requests -------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ import ray
 from actors.lifecycle.deployment import DeploymentSpec, rank_name, rank_options
 from actors.lifecycle.placement_groups import beside
 from actors.rpc.handles import ActorStart, create_actor
-from actors.worker.rank_worker import START_S, RankPlace, RankWorker
+from actors.worker.rank_worker import START_S, Beside, RankPlace, RankWorker
 from engine.core import DraftingExecutor, Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
+from engine.ranks.asides import Asides
 from engine.ranks.board import open_board
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
@@ -64,6 +65,11 @@ class OtherRanks(Protocol):
         ...
 
     @property
+    def asides(self) -> Asides | None:
+        """By which rank 0 asks the others for work beside steps; None = there are no others."""
+        ...
+
+    @property
     def compiles(self) -> bool:
         """Whether `compile` has to be called for a constraint before a request brings it."""
         ...
@@ -85,6 +91,7 @@ class NoOtherRanks:
     """Of a worker that holds the whole model."""
 
     compiles = False
+    asides = None
 
     def __init__(self) -> None:
         self.steps = StepCounts()
@@ -122,15 +129,21 @@ class Gang:
         role: Role,
         incarnation: str,
         on_end: Callable[[RankEnd], object],
+        beside: Beside | None,
     ) -> None:
-        """on_end: called with the first end of a rank, on a thread of the gang's."""
+        """on_end: called with the first end of a rank, on a thread of the gang's.
+
+        beside: what the ranks do beside steps, if asked.
+        """
         self._spec = spec
         self._name = name
         self._role = role
         self._incarnation = incarnation
         self._on_end = on_end
+        self._beside = beside
         self._size = spec.config.workers.num_ranks[role]
         self.steps = StepCounts()
+        self.asides: Asides | None = None  # None = they have not joined
         self._actors: list[Any] = []  # a rank lives as long as rank 0 has its handle
         self._processes: list[int] = []  # pidfds: a number may be another process's by now
         self._ring: PlanRing | None = None
@@ -142,6 +155,7 @@ class Gang:
         stall_s = self._spec.config.workers.stall_s
         self._ring = ring = PlanRing(self._incarnation, self._size - 1, stall_s)
         self._reports = RankReports(ring, self._size, self._on_end)
+        self.asides = Asides(ring.write, self._reports.wait_answers)
         others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
         self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
         self._heartbeat.start()
@@ -203,7 +217,8 @@ class Gang:
         until_s = time.monotonic() + NAME_IS_FREE_S
         while True:
             try:
-                return create_actor(ray.remote(RankWorker), options, spec, name, encode(place))
+                given = spec, name, encode(place), self._beside
+                return create_actor(ray.remote(RankWorker), options, *given)
             except ValueError as error:
                 if time.monotonic() > until_s:
                     raise WorkerError(f"{name} of another incarnation does not end") from error
@@ -255,8 +270,9 @@ def other_ranks(
     role: Role,
     incarnation: str,
     on_end: Callable[[RankEnd], object],
+    beside: Beside | None = None,
 ) -> OtherRanks:
     """Those that the configuration asks for."""
     if spec.config.workers.num_ranks[role] == 1:
         return NoOtherRanks()
-    return Gang(spec, name, role, incarnation, on_end)
+    return Gang(spec, name, role, incarnation, on_end, beside)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -22,14 +23,18 @@ from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.core import Executor
 from engine.messages import Role, decode
+from engine.ranks.asides import Aside, AsideThreads, Work
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
+from engine.ranks.rank import Rank
 
 if TYPE_CHECKING:
     from engine.build import Engine
 
 logger = logging.getLogger(__name__)
+
+Beside = Callable[["Engine", Rank], Work]  # a loaded rank -> its work beside steps
 
 START_S = 120.0  # until every rank's process runs and has imported what it needs
 LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
@@ -49,11 +54,17 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 class RankWorker:
     """Answers nobody but rank 0, by the ring."""
 
-    def __init__(self, spec: DeploymentSpec, name: str, place: bytes) -> None:
-        """place: a RankPlace, encoded. Raises RingError when rank 0 is dead already."""
+    def __init__(
+        self, spec: DeploymentSpec, name: str, place: bytes, beside: Beside | None = None
+    ) -> None:
+        """place: a RankPlace, encoded. beside: what this rank does beside steps.
+
+        Raises RingError when rank 0 is dead already.
+        """
         set_up_logging()
         self._spec = spec
         self._name = name
+        self._beside = beside
         self._place = decode(place, RankPlace)
         stall_s = spec.config.workers.stall_s
         # Before torch is imported: from now on rank 0 knows when this process dies, and vice versa.
@@ -84,7 +95,6 @@ class RankWorker:
 
         from engine.build import build_engine
         from engine.ranks.meeting import join_ranks
-        from engine.ranks.rank import Rank
 
         spec, place = self._spec, self._place
         comm = join_ranks(
@@ -118,11 +128,18 @@ class RankWorker:
             shared = engine.kv_store.shared
             on_step_end = None if shared is None else shared.count_step
             given = executor, self._ring, engine.grammars.prepare, on_step_end
-            Follower(*given, engine.drafting_executor).run()
+            Follower(*given, self._begin_aside(engine), engine.drafting_executor).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
             self._end_leader(LEADER_ENDS_S, "does not end")
         _exit(0)
+
+    def _begin_aside(self, engine: "Engine") -> Callable[[Aside], None] | None:
+        """What begins the work that rank 0 asks for beside the steps; None = there is none."""
+        if self._beside is None:
+            return None
+        rank = Rank(self._place.rank, self._place.size)
+        return AsideThreads(self._ring, self._beside(engine, rank)).begin
 
     def _on_silence(self, _: int) -> None:
         self._end_leader(0.0, "stands still")

@@ -14,6 +14,12 @@ from engine.kv.layout import ComputeDtype, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
 from engine.models.latent_spec import LatentSpec, read_latent
+from engine.models.layer_windows import (
+    alternating_windows,
+    qwen2_moe_windows,
+    qwen_window,
+    qwen_windows,
+)
 from engine.models.mixture_spec import (
     ExpertLayout,
     ExpertSharing,
@@ -194,7 +200,7 @@ def _qwen2(config: ConfigFile, num_layers: int) -> _Family:
     return _Family(
         has_qkv_bias=True,
         default_num_kv_heads=32,
-        layer_windows=_qwen_windows(config, num_layers),
+        layer_windows=qwen_windows(config, num_layers),
     )
 
 
@@ -206,7 +212,7 @@ def _qwen3(config: ConfigFile, num_layers: int) -> _Family:
         has_qk_norm=True,
         default_num_kv_heads=32,
         default_head_dim=128,
-        layer_windows=_qwen_windows(config, num_layers),
+        layer_windows=qwen_windows(config, num_layers),
     )
 
 
@@ -225,14 +231,14 @@ def _qwen2_moe(config: ConfigFile, num_layers: int) -> _Family:
     return _Family(
         has_qkv_bias=config.flag("qkv_bias", True),
         default_num_kv_heads=16,
-        layer_windows=_qwen2_moe_windows(config, num_layers),
+        layer_windows=qwen2_moe_windows(config, num_layers),
         mixture=read_qwen2_moe(config, num_layers),
     )
 
 
 def _qwen3_moe(config: ConfigFile, num_layers: int) -> _Family:
     has_attention_bias = config.flag("attention_bias", False)
-    window = _qwen_window(config)  # of every layer
+    window = qwen_window(config)  # of every layer
     return _Family(
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
@@ -314,19 +320,6 @@ def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
-def alternating_windows(
-    config: ConfigFile, num_layers: int, *, default: int, full_every: int
-) -> tuple[int | None, ...]:
-    """From `layer_types` if present; else every `full_every`-th layer has no window."""
-    if config.has_key("sliding_window") and config.optional_integer("sliding_window") is None:
-        raise config.error("sliding_window", "null is not supported for this architecture")
-    window = config.integer("sliding_window", default)
-    kinds = _layer_types(config, num_layers)
-    if kinds is None:
-        return tuple(None if (i + 1) % full_every == 0 else window for i in range(num_layers))
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
     return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
 
@@ -354,54 +347,6 @@ def _deepseek(
         mixture=mixture,
         latent=latent,
     )
-
-
-def _qwen2_moe_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """As in Qwen2 where `layer_types` says it; else every other of the first layers has one."""
-    if config.texts("layer_types") is not None:
-        return _qwen_windows(config, num_layers)
-    window = _qwen_window(config)
-    end = config.integer("max_window_layers", 28, minimum=0)
-    return tuple(window if i % 2 == 0 and i < end else None for i in range(num_layers))
-
-
-def _qwen_window(config: ConfigFile) -> int | None:
-    """The window of those layers that have one; None = no layer has."""
-    if not config.flag("use_sliding_window", False):
-        return None  # files of such models may say a length of 0
-    window = config.optional_integer("sliding_window")
-    if window is None and not config.has_key("sliding_window"):
-        window = 4096
-    return window
-
-
-def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """From `layer_types` if present; else layers from `max_window_layers` on have the window."""
-    window = _qwen_window(config)
-    layer_types = _layer_types(config, num_layers)
-    if layer_types is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if window is None and "sliding_attention" in layer_types:
-        raise config.error(
-            "layer_types", "names sliding_attention, but use_sliding_window or its length is unset"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...] | None:
-    layer_types = config.texts("layer_types")
-    if layer_types is None:
-        return None
-    if len(layer_types) != num_layers:
-        raise config.error("layer_types", f"has {len(layer_types)} entries for {num_layers} layers")
-    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise config.error(
-            "layer_types",
-            f"{sorted(unknown)} not supported; supported: full_attention, sliding_attention",
-        )
-    return layer_types
 
 
 _WITH_VISION = "Gemma3ForConditionalGeneration"  # served as the text model that it contains

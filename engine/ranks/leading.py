@@ -29,6 +29,7 @@ import msgspec
 from engine.core import DraftingExecutor, Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
+from engine.ranks.asides import Aside, AsideAnswer, AsideAnswers
 from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
 
@@ -92,8 +93,8 @@ class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(Launch | Draft | GiveDrafts | Compile | Stop)
-_reports = msgspec.msgpack.Decoder(StepDigest | ResultPiece | RankFailure)
+_orders = msgspec.msgpack.Decoder(Launch | Draft | GiveDrafts | Compile | Aside | Stop)
+_reports = msgspec.msgpack.Decoder(StepDigest | ResultPiece | AsideAnswer | RankFailure)
 _results = msgspec.msgpack.Decoder(StepResult)
 _PIECE_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of a `ResultPiece`
 
@@ -133,6 +134,7 @@ class RankReports:
         self._digests: dict[int, dict[int, bytes]] = {}  # step -> rank -> digest
         self._pieces: dict[int, list[bytes]] = {}  # rank -> of a result that is not whole yet
         self._results: dict[int, dict[int, StepResult]] = {}  # step -> rank -> result
+        self._asides = AsideAnswers()
         self._end: RankEnd | None = None
 
     def start(self) -> None:
@@ -169,6 +171,22 @@ class RankReports:
                 f" {timeout_s:.0f} s"
             )
 
+    def wait_answers(self, number: int) -> list[bytes]:
+        """What an aside came to on each follower, however long it takes.
+
+        Raises WorkerError if one ends, HandoffError if one could not do it.
+        """
+        with self._changed:
+
+            def is_complete() -> bool:
+                return self._asides.num_of(number) == self._num_followers
+
+            self._changed.wait_for(lambda: is_complete() or self._end)
+            if is_complete():
+                return self._asides.take(number)
+            assert self._end is not None, "nothing else ends the wait"
+            raise self._end.error()
+
     def wait_end(self, timeout_s: float) -> RankEnd | None:
         """The first end of a follower; None = none has ended within `timeout_s`."""
         with self._changed:
@@ -193,6 +211,8 @@ class RankReports:
                     if not said.goes_on:
                         result = _results.decode(b"".join(self._pieces.pop(rank)))
                         self._results.setdefault(said.step, {})[rank] = result
+                case AsideAnswer():
+                    self._asides.add(rank, said)
                 case RankFailure() if self._end is None:
                     self._end = RankEnd(rank=rank, reason=said.reason, is_config=said.is_config)
                 case None if self._end is None:
@@ -395,11 +415,13 @@ class Follower:
         ring: PlanRingReader,
         compile_ahead: Callable[[Constraint], object],
         on_step_end: Callable[[], object] | None = None,
+        begin_aside: Callable[[Aside], object] | None = None,
         drafts: DraftingExecutor | None = None,
     ) -> None:
         """compile_ahead: begins to compile a constraint, and does not wait.
 
         on_step_end: called after each step, soon; None = nobody waits for the end of a step.
+        begin_aside: begins what the leader asks for beside the steps; None = it asks for nothing.
         drafts: of a model that drafts for `executor`; None = the leader has none either.
         """
         self._executor = executor
@@ -407,6 +429,7 @@ class Follower:
         self._ring = ring
         self._compile_ahead = compile_ahead
         self._on_step_end = on_step_end
+        self._begin_aside = begin_aside
         self._in_flight: deque[_Followed] = deque()
 
     def run(self) -> None:
@@ -423,6 +446,9 @@ class Follower:
                     return
                 case Compile(constraint):
                     self._compile_ahead(constraint)
+                case Aside() as aside:
+                    assert self._begin_aside is not None, "the leader knows that none is asked for"
+                    self._begin_aside(aside)
                 case Launch(plan, is_compared):
                     self._launch(plan, message if is_compared else None)
                 case Draft(plan):

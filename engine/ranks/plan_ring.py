@@ -108,7 +108,7 @@ def _check_processor() -> None:
 
 
 class PlanRing:
-    """The writing end. One thread writes; another may wait for reports."""
+    """The writing end. Any thread writes, one message after the other; one waits for reports."""
 
     def __init__(self, name: str, num_readers: int, stuck_s: float) -> None:
         """Opens the ring for `num_readers` readers, which find it by `name` on this machine.
@@ -123,6 +123,7 @@ class PlanRing:
         os.ftruncate(self._fd, _Memory.size(num_readers))
         self._memory = _Memory(self._fd, num_readers)
         self._num_written = 0  # pieces
+        self._writing = threading.Lock()
         self._readers: dict[int, socket.socket] = {}
         self._num_readers = num_readers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -185,11 +186,12 @@ class PlanRing:
         Raises RingError if a reader is dead, or has left the ring full for `stuck_s`.
         """
         view = memoryview(message)
-        while True:
-            self._write_piece(view[:SLOT_BYTES], goes_on=len(view) > SLOT_BYTES)
-            view = view[SLOT_BYTES:]
-            if not view:
-                return
+        with self._writing:
+            while True:
+                self._write_piece(view[:SLOT_BYTES], goes_on=len(view) > SLOT_BYTES)
+                view = view[SLOT_BYTES:]
+                if not view:
+                    return
 
     def _write_piece(self, data: memoryview, *, goes_on: bool) -> None:
         memory, piece = self._memory, self._num_written + 1

@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from load_tests.lab.soak_cases import Case, answer_cases
 from load_tests.tables import describe_machine, render_rows
 from load_tests.testbed.deployed import MODEL, Cluster, wait_until
 from load_tests.testbed.system import System, signal_process
+from load_tests.testbed.traces import is_gone, left_of, rings_of
 
 NUM_RANKS = 2
 NUM_STREAMS = 4
@@ -156,7 +157,7 @@ class GangStage:
     def __init__(self, system: System, cases: GangCases, role: str, sizes: Sizes) -> None:
         """role: of the worker that is to fail."""
         self.system = system
-        self._num_ranks, self._sizes = sizes[role], sizes
+        self._num_ranks = sizes[role]
         self._cases = cases
         self._salts = (f"{role} salt {number}" for number in itertools.count())
         self._role = role
@@ -181,6 +182,7 @@ class GangStage:
     def run(self, rank: int, name: str, phase: str) -> Outcome:
         """One cell. Raises AssertionError if the gang does not become whole again."""
         before = self.pids()
+        rings = rings_of(before)
         asks = self._bring_to(phase)
         began_s = time.monotonic()
         signal_process(before[rank], SIGNALS[name])
@@ -199,7 +201,7 @@ class GangStage:
             num_wrong=sum(not ask.is_right for ask in asks),
             num_lost=sum(ask.is_right and not ask.is_whole for ask in asks),
             restored_s=restored_s,
-            left=self._left(before),
+            left=self._left(before, rings),
         )
 
     def _bring_to(self, phase: str) -> list[Ask]:
@@ -229,37 +231,20 @@ class GangStage:
         now = [self.system.pid(name) for name in self.names()]
         return None not in now and set(now).isdisjoint(before) and self.system.is_ready()
 
-    def _left(self, before: Sequence[int]) -> str:
+    def _left(self, before: Sequence[int], rings: Set[str]) -> str:
         """What is left of the old gang, or held for requests, when all should be quiet."""
         until_s = time.monotonic() + PATIENCE_S / 4
-        while (left := self._look(before)) and time.monotonic() < until_s:
+        while (left := self._look(before, rings)) and time.monotonic() < until_s:
             time.sleep(LOOK_EVERY_S)
         return "; ".join(left)
 
-    def _look(self, before: Sequence[int]) -> list[str]:
+    def _look(self, before: Sequence[int], rings: Set[str]) -> list[str]:
         left = [f"process {pid}" for pid in before if not is_gone(pid)]
         left += [f"{what}: {num}" for what, num in self.system.held().items()]
         groups = sorted(worker_groups(self.system.name))
         workers = sorted(self.system.application.workers())
         left += [f"groups of {groups}"] if groups != workers else []
-        rings, num_gangs = num_rings(), sum(size > 1 for size in self._sizes.values())
-        left += [f"{rings} rings"] if rings != num_gangs else []
-        return left
-
-
-def is_gone(pid: int) -> bool:
-    """The process has ended; its parent may not have asked for its end yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z"
-
-
-def num_rings() -> int:
-    """Rings on this machine, by the sockets that they listen on."""
-    words = Path("/proc/net/unix").read_text().split()
-    return len({word for word in words if word.startswith("@laps-ring-")})
+        return left + sorted(left_of(rings))
 
 
 def render(outcomes: Sequence[Outcome], options: str, device: str) -> str:

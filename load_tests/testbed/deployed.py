@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ PATIENCE_S = 60.0
 CHECK_EVERY_S = 0.05
 ANSWER_S = 10.0  # an actor that exists
 NUM_LOOKS = 10
+PORTS = range(20_000, 30_000)  # below Linux's own, above those of Ray's workers
 # Short enough for tests, long enough for a machine that is busy with other tests.
 LIFETIMES = {
     "lifetimes.supervisor_silence_s": 8.0,
@@ -52,9 +54,15 @@ def wait_until(holds: Callable[[], bool], what: str, patience_s: float = PATIENC
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on which nothing listens, out of those that the kernel gives to nobody else.
+
+    One that the kernel chooses may be a connection's of another test before it is listened on.
+    """
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def make_config(name: str, overrides: Mapping[str, object]) -> AppConfig:

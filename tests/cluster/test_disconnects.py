@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CONTEXT = 2048  # tokens, of the model
 LONG = 1900  # tokens of a prompt that computes, and then moves, for a while
 SHORT = 9
-LEAVE_S = 20.0
+LEAVE_S = 60.0
 
 Holdings = Mapping[str, Mapping[str, int]]
 

@@ -1,4 +1,8 @@
-"""A worker whose ranks have requests of their own: its answers, and what a dead rank costs."""
+"""A worker whose ranks have requests of their own: its answers, and what a dead rank costs.
+
+By day tests/engine/ranks/test_dp_engine.py shows the answers, over processes without Ray, and
+test_gangs.py what the end of a rank costs an application.
+"""
 
 import os
 import shutil
@@ -14,7 +18,7 @@ from load_tests.testbed.deployed import MODEL, Application, Cluster, wait_replac
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import save_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
 NAME = "dp-attention"
 NUM_TOKENS = 60

@@ -14,8 +14,8 @@ import pytest
 from actors.lifecycle.placement_groups import worker_groups
 from engine.request import SamplingParams
 from load_tests.testbed.deployed import MODEL, Application, Cluster, wait_replaced, wait_until
+from load_tests.testbed.traces import is_gone, left_of, rings_of
 from tests.cluster.streams import Load
-from tests.cluster.test_gangs import is_gone, ring_traces
 from tests.harness.in_process import answer, start_engine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
@@ -93,6 +93,7 @@ def test_a_rank_that_ends_costs_streams_nothing_on_either_side(
     [worker] = gangs.workers(role)
     names = [worker, f"rank-1.{worker}"]
     before = [gangs.pid(name) for name in names]
+    [ring] = rings_of(before[:1])
     with Load(gangs, max_tokens=TOKENS) as load:
         os.kill(before[rank], number)
         wait_replaced(worker, NAME, before[0])
@@ -101,7 +102,9 @@ def test_a_rank_that_ends_costs_streams_nothing_on_either_side(
     gangs.wait_ready()
     wait_until(lambda: all(map(is_gone, before)), f"processes {before} are gone")
     assert set(worker_groups(NAME)) == set(gangs.workers())
-    assert len(ring_traces()) == 2
+    wait_until(lambda: not left_of([ring]), f"{ring} is gone")
+    now = [gangs.pid(name) for name in gangs.workers()]
+    assert len(rings_of(now) - {ring}) == 2, "each gang has one"
     gangs.wait_quiet()
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from load_tests.testbed.deployed import (
     wait_replaced,
     wait_until,
 )
+from load_tests.testbed.traces import is_gone, left_of, rings_of
 from tests.cluster.streams import PROMPTS, Load
 from tests.harness.in_process import answer, start_engine
 
@@ -66,33 +66,13 @@ def pids(application: Application) -> list[int]:
     return [application.pid(name) for name in ranks(application)]
 
 
-def is_gone(pid: int) -> bool:
-    """A process that has ended and is waited for, or only the latter is due."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def rings_of(pid: int) -> set[str]:
-    """Names of the rings that a process listens on."""
-    held = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    return {name for name, inode in rings() if f"socket:[{inode}]" in held}
-
-
-def rings() -> set[tuple[str, str]]:
-    """Name and inode of each ring on this machine: other tests have theirs."""
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    return {(line[-1], line[6]) for line in lines if line[-1].startswith("@laps-ring-")}
-
-
 def wait_ring_gone(ring: str) -> None:
     """A process that is killed may show its end a moment before it lets go of its sockets."""
-    wait_until(lambda: ring not in {name for name, _ in rings()}, f"{ring} is gone")
+    wait_until(lambda: not left_of([ring]), f"{ring} is gone")
 
 
 def gang_ring(application: Application) -> str:
-    [ring] = rings_of(pids(application)[0])
+    [ring] = rings_of(pids(application)[:1])
     return ring
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from load_tests.testbed.deployed import Application, wait_until
+from load_tests.testbed.deployed import PATIENCE_S, Application, wait_until
 from tests.actors.ingress.browser import run_browser
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -22,7 +22,7 @@ def _classes(application: Application, name: str) -> dict[str, float]:
 
 
 def test_the_page_is_served_and_asks_nobody_else(pooled: Application) -> None:
-    response = httpx.get(f"{pooled.url}/laps", timeout=10.0)
+    response = httpx.get(f"{pooled.url}/laps", timeout=PATIENCE_S)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in response.headers["content-security-policy"]
@@ -37,7 +37,7 @@ def test_requests_of_both_classes_are_counted_and_timed(pooled: Application) -> 
     assert {name: after[name] - before[name] for name in after} == {"short": 3, "long": 1}
     timed = _classes(pooled, "laps_time_to_first_token_seconds_count")
     assert timed == after
-    status = httpx.get(f"{pooled.url}/laps_status", timeout=10.0).json()
+    status = httpx.get(f"{pooled.url}/laps_status", timeout=PATIENCE_S).json()
     assert {name: status["ttft"][name]["num"] for name in timed} == timed
     assert 0 < status["ttft"]["short"]["p50_s"] <= status["ttft"]["short"]["p90_s"] < 30
     assert len(status["reports"]) == 3

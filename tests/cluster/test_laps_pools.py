@@ -3,13 +3,13 @@
 import httpx
 import pytest
 
-from load_tests.testbed.deployed import Application, wait_until
+from load_tests.testbed.deployed import PATIENCE_S, Application, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def _status(application: Application) -> dict[str, object]:
-    response = httpx.get(f"{application.url}/laps_status", timeout=10.0)
+    response = httpx.get(f"{application.url}/laps_status", timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     status: dict[str, object] = response.json()
     return status
@@ -33,7 +33,7 @@ def test_a_prompt_goes_where_its_prefix_is(pooled: Application) -> None:
 
     def num_cached(prompt: list[int]) -> int:
         body = {"model": pooled.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        reply = httpx.post(f"{pooled.url}/v1/completions", json=body, timeout=30.0).json()
+        reply = httpx.post(f"{pooled.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
         return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     def known() -> tuple[int, int]:

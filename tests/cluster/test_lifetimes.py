@@ -189,7 +189,7 @@ def test_nothing_outlives_an_application_deleted_under_load(
     with Load(application, max_tokens=LONG) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
-        wait_until(lambda: not named_actors(NAME), "no actor is left", SILENCE_S + ANSWER_S)
+        wait_until(lambda: not named_actors(NAME), "no actor is left", PATIENCE_S + SILENCE_S)
         assert not supervisors()
     wait_until(lambda: not worker_groups(NAME), "no place is left")
     num_returned = num_places * NUM_CPUS

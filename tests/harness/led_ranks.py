@@ -34,7 +34,7 @@ def follow(
         on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
         try:
-            Follower(executor, ring, lambda _: None, on_step_end, drafts).run()
+            Follower(executor, ring, lambda _: None, on_step_end, drafts=drafts).run()
         except RingError as error:
             return str(error)
         finally:

@@ -8,7 +8,7 @@ too early, or dies, the digests of what was pulled do not match. A mapping outli
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -139,11 +139,18 @@ class PulledBlocks(ArrivedBlocks, Generic[S]):
 class CudaIpcReceiver(Generic[S]):
     """The receiving end: pieces may come in any order."""
 
-    def __init__(self, epoch: int, pieces: Puller[S], source: S) -> None:
-        """source: the sender's store, or its ranks' stores."""
+    def __init__(
+        self,
+        epoch: int,
+        pieces: Puller[S],
+        source: S,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """source: the sender's store, or its ranks' stores. on_close: gives back what maps it."""
         self._epoch = epoch
         self._pieces = pieces
         self._source = source
+        self._on_close = on_close
         self._numbers = PieceNumbers()
         self._is_open = True
 
@@ -168,7 +175,9 @@ class CudaIpcReceiver(Generic[S]):
         return PulledBlocks(self._pieces, self._source, source_ids)
 
     async def close(self) -> None:
-        self._is_open = False
+        was_open, self._is_open = self._is_open, False
+        if was_open and self._on_close is not None:
+            await self._on_close()
 
     def _check(self, num_bytes: int, payload: list[Any]) -> list[int]:
         try:

@@ -1,8 +1,7 @@
 """The `cuda_ipc` channel from a worker of several ranks, to one, or the other way.
 
 The sender offers the stores of all its ranks. The receiver's rank 0 maps them, as it has mapped its
-own ranks' stores, and copies each head from one to the other, all on one host. No application has
-run so on GPUs: it is used only where `handoff.channel` asks for it.
+own ranks' stores, and copies each head from one to the other, all on one host.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ async def open_rank_receiver(
     map_offer: MapStore = map_tensor,
 ) -> CudaIpcReceiver[RankSources]:
     """Map the offered stores; the first must be read fast enough. Raises UnfitError."""
-    offer = _read(offered, pieces.whole)
+    offer = read_offer(offered, pieces.whole)
     check_host(offer.host)
 
     def prepare() -> RankSources:
@@ -83,7 +82,7 @@ def is_of_ranks(offered: bytes) -> bool:
     return True
 
 
-def _read(offered: bytes, whole: KvLayout) -> RanksOffer:
+def read_offer(offered: bytes, whole: KvLayout) -> RanksOffer:
     """Of several ranks, or of a sender of one. Raises UnfitError."""
     try:
         return msgspec.msgpack.decode(offered, type=RanksOffer)

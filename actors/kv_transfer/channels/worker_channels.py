@@ -35,8 +35,10 @@ from actors.kv_transfer.contracts import (
 )
 from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
+from actors.kv_transfer.rank_pulls import PullsByRanks, RankPuller
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
+from engine.ranks.asides import Asides
 
 __all__ = [
     "BlockStore",
@@ -55,6 +57,7 @@ class DeviceChannels:
 
     pieces: KvPieces | RankPieces
     nccl: NcclPairs
+    pulls: PullsByRanks | None = None  # None = rank 0 pulls for all ranks
 
     def offer(self) -> bytes:
         """What a receiver maps for `cuda_ipc`. Raises UnfitError."""
@@ -64,6 +67,8 @@ class DeviceChannels:
 
     async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
         given, pieces = (request.epoch, request.offer), self.pieces
+        if self.pulls is not None:
+            return await self.pulls.open(*given, floor_gb_s)
         if isinstance(pieces, RankPieces):
             return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
         if is_of_ranks(request.offer):
@@ -71,8 +76,13 @@ class DeviceChannels:
         return await open_receiver(*given, pieces, floor_gb_s=floor_gb_s)
 
 
-def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> DeviceChannels | None:
-    """Returns what channels of a GPU need; None when what `pieces` reads is in host memory."""
+def device_channels(
+    pieces: KvPieces | RankPieces, config: HandoffConfig, asides: Asides | None = None
+) -> DeviceChannels | None:
+    """Returns what channels of a GPU need; None when what `pieces` reads is in host memory.
+
+    asides: of a worker whose ranks pull their own heads.
+    """
     if not pieces.is_on_gpu:
         return None
     settings = NcclSettings(
@@ -82,7 +92,11 @@ def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> Dev
         max_pairs=config.max_nccl_pairs,
         floor_gb_s=config.floors_gb_s.nccl_pair,
     )
-    return DeviceChannels(pieces=pieces, nccl=NcclPairs(pieces, settings))
+    pulls = None
+    if asides is not None and isinstance(pieces, RankPieces):
+        own = pieces.stores[0]
+        pulls = PullsByRanks(pieces, asides, RankPuller(own.part, KvPieces(own.store)))
+    return DeviceChannels(pieces=pieces, nccl=NcclPairs(pieces, settings), pulls=pulls)
 
 
 class WorkerChannels:

@@ -45,7 +45,7 @@ from actors.openai.responses.bodies import (
     TextFormat,
 )
 from actors.openai.responses.objects import ID_PREFIX
-from actors.openai.responses.stored import MAX_ID_CHARS, StoredResponse, StoredResponses
+from actors.openai.responses.stored import MAX_ID_CHARS, OwnResponses, StoredResponse
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 
@@ -76,7 +76,7 @@ def parse_responses(
     body: bytes,
     limits: EdgeConfig,
     model: ServedModel,
-    stored: StoredResponses,
+    stored: OwnResponses,
     new_seed: Callable[[], int] = draw_seed,
     *,
     before: StoredResponse | None = None,
@@ -101,7 +101,7 @@ def parse_responses(
 
 
 def _conversation(
-    asked: ResponsesBody, stored: StoredResponses, before: StoredResponse | None
+    asked: ResponsesBody, stored: OwnResponses, before: StoredResponse | None
 ) -> list[Message]:
     """The messages so far: those of the previous response, then the input."""
     previous = asked.previous_response_id
@@ -126,7 +126,7 @@ def _with_instructions(asked: ResponsesBody, messages: list[Message]) -> list[Me
     return [Message(role="system", content=asked.instructions), *messages]
 
 
-def _keeping(stored: StoredResponses, messages: list[Message]) -> Keep:
+def _keeping(stored: OwnResponses, messages: list[Message]) -> Keep:
     def keep(response_id: str, body: bytes, said: list[dict[str, object]]) -> None:
         answer = msgspec.convert(said, list[Message])
         stored.keep(response_id, body, [*messages, *answer])

@@ -286,14 +286,14 @@ def edge_app(
         ),
         stopping=Stopping(lambda: None),
         rate_limits=RateLimits(config.api.limits, clock),
-        responses=_responses(config, others or OtherReplicas()),
+        responses=_responses(config, others or OtherReplicas(), clock),
         tracing=tracing or NoTracing(),
     )
     return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, encoder=encoder)
 
 
-def _responses(config: AppConfig, others: OtherReplicas) -> ReplicaResponses:
-    return ReplicaResponses(StoredResponses(config.api.stored_responses_bytes), others)
+def _responses(config: AppConfig, others: OtherReplicas, clock: Clock) -> ReplicaResponses:
+    return ReplicaResponses(StoredResponses(config.api.stored_responses_bytes), others, clock)
 
 
 def _served_model(

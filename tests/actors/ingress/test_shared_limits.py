@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.ingress import replica_board, replica_exchange
 from actors.ingress.admission import Admission
 from actors.ingress.observation import Observation
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.rate_limits import RateLimitError, RateLimits
-from actors.ingress.replica_board import MAX_GONE, SILENCE_S, ReplicaBoard
-from actors.ingress.replica_exchange import OtherReplicas, ReplicaExchange
+from actors.ingress.replica_board import GONE_S, SILENCE_S, ReplicaBoard
+from actors.ingress.replica_exchange import FRESH_S, OtherReplicas, ReplicaExchange
 from actors.observability.merged_metrics import as_messages
 from actors.observability.metrics import IngressMetrics
 from actors.observability.recent_ttft import RecentTtft
@@ -37,6 +38,7 @@ from engine.messages import (
 from tests.actors.ingress.edge_app import edge_app, no_allocator
 
 PER_MINUTE = 600  # ten a second
+MAX_GONE = 4  # in the place of the product's
 LIMITS = RateLimitConfig(tokens_per_minute=PER_MINUTE)
 
 
@@ -111,6 +113,7 @@ class Ingress:
             note_exchange=admission.note_exchange,
             others=others,
             address=name.encode(),
+            clock=self.clock,
         )
         return Replica(limits, admission, exchange)
 
@@ -202,6 +205,7 @@ def test_an_allocator_that_restarts_learns_what_was_used() -> None:
     assert second.level("k") == 120
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_replicas_that_hear_each_other_give_out_one_minutes_worth(data: st.DataObject) -> None:
     """Every report in time: a full bucket and its refill, as of one replica alone."""
@@ -224,6 +228,7 @@ def test_replicas_that_hear_each_other_give_out_one_minutes_worth(data: st.DataO
         assert taken <= PER_MINUTE + elapsed_s * PER_MINUTE / 60 + 1e-3
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_what_replicas_give_too_much_between_reports_is_owed(data: st.DataObject) -> None:
     """At worst a minute's worth for each other replica, once; it does not add up."""
@@ -300,6 +305,44 @@ def test_a_silent_replica_counts_no_longer() -> None:
         second.hear()
         with second.admission.admitted(90):
             pass
+
+
+def has_all(replica: Replica, clock: ManualClock) -> bool:
+    return clock.now_s() <= replica.exchange.others.complete_until_s
+
+
+def test_a_silent_replica_may_live_for_a_minute() -> None:
+    ingress = Ingress()
+    first, second = ingress.replica("a"), ingress.replica("b")
+    first.hear()
+    second.hear()
+    ingress.clock.advance(GONE_S - 0.1)
+    second.hear()
+    assert second.exchange.others.num_others == 0
+    assert second.exchange.others.addresses == [b"a"]
+    ingress.clock.advance(0.2)
+    second.hear()
+    assert second.exchange.others.addresses == []
+
+
+def test_a_list_of_replicas_is_complete_if_it_is_young_and_the_allocator_is_not() -> None:
+    ingress = Ingress()
+    clock, replica = ingress.clock, ingress.replica("a")
+    assert not has_all(replica, clock), "before the first exchange"
+    replica.hear()
+    assert not has_all(replica, clock), "others had no time to report"
+    clock.advance(SILENCE_S)
+    replica.hear()
+    assert has_all(replica, clock)
+    ingress.allocator.is_away = True
+    clock.advance(FRESH_S - 0.01)
+    replica.hear()
+    assert has_all(replica, clock)
+    clock.advance(0.02)
+    assert not has_all(replica, clock)
+    ingress.allocator = Allocator(ingress.new_board())
+    replica.hear()
+    assert not has_all(replica, clock), "as after any start of an allocator"
 
 
 def test_without_the_allocator_a_replica_goes_on_by_what_it_knows() -> None:
@@ -392,10 +435,12 @@ def test_what_a_replica_counted_outlives_it_and_what_it_held_does_not(
 
 
 def test_replicas_that_are_gone_are_forgotten_in_the_end(
-    pair: tuple[Ingress, Measured, Measured],
+    pair: tuple[Ingress, Measured, Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ingress, first, _ = pair
-    for i in range(MAX_GONE + 5):
+    for module in (replica_board, replica_exchange):
+        monkeypatch.setattr(module, "MAX_GONE", MAX_GONE)
+    for i in range(MAX_GONE + 3):
         late = measured(ingress, f"late {i}")
         late.metrics.count_tokens(1)
         late.values()

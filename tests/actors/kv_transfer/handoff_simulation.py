@@ -12,14 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from actors.kv_transfer.contracts import PieceBytes, StagedPiece
-from actors.kv_transfer.peer_links import PeerLinks
+from actors.kv_transfer.peer_links import PeerLinks, no_offer
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.sender import HandoffSender
 from configs.schema import HandoffConfig
 from engine.errors import WorkerError
 from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
-from engine.messages import FailureRecord
+from engine.messages import ChannelKind, FailureRecord, Role, WorkerIdentity
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.engine.kv.handoff_world import (
     BLOCK_SIZE,
@@ -95,6 +95,8 @@ class ScrubbingCache(BlockCache):
 class World:
     """P and D, and what became of every request. Create inside the loop."""
 
+    is_on_gpu = False
+
     def __init__(
         self,
         decode_side: Decode,
@@ -108,36 +110,70 @@ class World:
         self.faults = faults or Faults()
         self.decode = decode_side
         self.clock = decode_side.clock
-        self.channels = FakeChannels(self.faults)
-        self.prefill_engine, self.decode_engine = LoopEngine(), LoopEngine()
-        self.decode_pieces = MemoryPieces(decode_side.cache.num_blocks, seed + 1)
+        self.config = config
+        self.channels = self.new_channels()
+        self.failures: dict[RequestKey, FailureRecord] = {}
+        self.kv: dict[RequestKey, PieceBytes] = {}  # what P computed
+        self.computing: dict[RequestKey, Request] = {}  # with blocks, before they are added
+        self._seed = seed
+        self._classes = outgoing_class, sender_class
+        self.start_receiver(decode_side, RECEIVER)
+        self.start_sender(SENDER)
+
+    def start_receiver(self, decode_side: Decode, identity: WorkerIdentity) -> None:
+        """A decode worker, in place of an earlier one."""
+        self.decode, self.decode_engine = decode_side, LoopEngine()
+        self.decode_pieces = self.new_pieces("decode", decode_side.cache.num_blocks, self._seed + 1)
         self.receiver = HandoffReceiver(
-            RECEIVER,
-            config,
+            identity,
+            self.config,
             engine=self.decode_engine,
             incoming=decode_side.incoming,
             channels=self.channels,
             store=self.decode_pieces,
+            on_grant=self.on_grant,
         )
         self.peer = FakePeer(self.receiver, self.faults)
-        self.prefill_pieces = MemoryPieces(64, seed)
+
+    def start_sender(self, identity: WorkerIdentity) -> None:
+        """A prefill worker, in place of an earlier one."""
+        outgoing_class, sender_class = self._classes
+        self.prefill_engine = LoopEngine()
+        self.prefill_pieces = self.new_pieces("prefill", 64, self._seed)
         self.prefill_cache = ScrubbingCache(64, self.prefill_pieces)
+        self.computing.clear()
         self.outgoing = outgoing_class(self.prefill_cache, self._notify)
-        self.failures: dict[RequestKey, FailureRecord] = {}
-        self.kv: dict[RequestKey, PieceBytes] = {}  # what P computed
-        self.computing: dict[RequestKey, Request] = {}  # with blocks, before they are added
         self.sender = sender_class(
-            SENDER,
-            config,
+            identity,
+            self.config,
             engine=self.prefill_engine,
             outgoing=self.outgoing,
             links=PeerLinks(
-                SENDER, config, channels=self.channels, find_peer=self._find, clock=self.clock
+                identity,
+                self.config,
+                channels=self.channels,
+                find_peer=self._find,
+                clock=self.clock,
+                is_on_gpu=self.is_on_gpu,
+                offer=self.offer,
             ),
             store=self.prefill_pieces,
             clock=self.clock,
             on_failure=self._on_failure,
         )
+
+    def new_channels(self) -> FakeChannels:
+        return FakeChannels(self.faults)
+
+    def offer(self, kind: ChannelKind) -> bytes:
+        """What P says of its store when it opens a channel."""
+        return no_offer(kind)
+
+    def new_pieces(self, role: Role, num_blocks: int, seed: int) -> MemoryPieces:
+        return MemoryPieces(num_blocks, seed)
+
+    def on_grant(self) -> None:
+        """D has reserved blocks."""
 
     async def _find(self, name: str) -> FakePeer:
         if self.peer.is_dead:

@@ -13,18 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.contracts import StagedPiece
+from actors.kv_transfer.channels.cuda_ipc import host_id
+from actors.kv_transfer.channels.rank_ipc import RankOffer, RanksOffer
+from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces, RankSources
-from engine.kv.layout import KvLayout
+from actors.kv_transfer.rank_pulls import MapSource, PullBlocks, RankPuller
+from engine.kv.device_offer import offer_tensor
+from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.spec import load_spec
 from engine.plan import StepResult
 from engine.ranks.agreement import meet
 from engine.ranks.leading import StepCounts
+from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
 from engine.request import SamplingParams
+from tests.actors.kv_transfer.rank_workers import layout_of_part
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.rank_processes import TIMEOUT_S
@@ -92,13 +98,51 @@ def move_once(comm: Comm, device: str, *, way: Way) -> Tensor:
                 taken = target.queue_take(slot, ids[::-1])
                 taken.wait()
                 return bool(taken.digests.tolist() == piece.digests)
-            assert isinstance(piece.data, np.ndarray)
-            moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
-            return await target.write(ids[::-1], moved)
+            data = piece.data
+            if isinstance(data, StoredBlocks):
+                data = await source.to_host(data)
+            return await target.write(ids[::-1], StagedPiece(data=data, digests=piece.digests))
 
         assert asyncio.run(move()), "digests differ"
     meet(comm)
     return receiver.tensor.cpu()
+
+
+def pull_own_heads(comm: Comm, device: str, *, from_one: bool) -> Tensor:
+    """This rank's store, on the CPU, after it has pulled its heads from the other one's GPU.
+
+    That has this rank's heads, or those of both ranks. Two ranks.
+    """
+    whole = KvLayout.with_heads(
+        num_layers=3, block_size=16, num_kv_heads=4, head_dim=128, dtype="bfloat16"
+    )
+    mine, other = (
+        part_of(Rank(index, 2), whole) for index in (comm.rank.index, 1 - comm.rank.index)
+    )
+    given = part_of(Rank(0, 1), whole) if from_one else other  # what the other rank needs of this
+    sender, receiver = (_store(whole, part, torch.device(device)) for part in (given, mine))
+    ids = list(range(NUM_MOVED))
+    sender.scatter(ids, drawn_blocks(whole)[..., given.heads, :].contiguous())
+    torch.zeros(1, device=device).cpu()  # the blocks are there
+    offer = RankOffer(part=given, store=offer_tensor(sender.tensor))
+    offered = comm.gather_bytes(msgspec.msgpack.encode(offer))[1 - comm.rank.index]
+    ranks = RanksOffer(host=host_id(), ranks=[msgspec.msgpack.decode(offered, type=RankOffer)])
+    puller = RankPuller(mine, KvPieces(receiver, num_threads=1))
+    puller.do(msgspec.msgpack.encode(MapSource(0, ranks, 0.0)))
+    expected = _store(whole, mine, torch.device("cpu")).digest_staged(
+        drawn_blocks(whole)[..., mine.heads, :].contiguous()
+    )
+    for to_ids in (ids[::-1], ids):  # by a kernel, and as one run by a copy engine
+        found = puller.do(msgspec.msgpack.encode(PullBlocks(0, ids, to_ids)))
+        assert np.frombuffer(found, np.int64).tolist() == expected
+    meet(comm)  # the other rank has read this one's, too
+    return receiver.tensor.cpu()
+
+
+def _store(whole: KvLayout, part: KvPart, on: torch.device) -> KvStore:
+    store = KvStore(layout_of_part(whole, part.num_heads), num_blocks=NUM_MOVED, device=on)
+    store.hold_part(part)
+    return store
 
 
 def drawn_blocks(whole: KvLayout) -> Tensor:

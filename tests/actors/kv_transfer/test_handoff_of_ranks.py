@@ -17,6 +17,7 @@ from tests.actors.kv_transfer.rank_handoffs import (
     drawn_blocks,
     hand_over,
     move_once,
+    pull_own_heads,
 )
 from tests.engine.ranks.exact_models import save_whole_numbers
 from tests.harness.rank_processes import STAGED, RankProcesses
@@ -91,3 +92,24 @@ def test_blocks_of_all_ranks_move_through_rank_0(
         num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
     )
     assert torch.equal(torch.cat(found, dim=4), drawn_blocks(whole).flip(0))
+
+
+@pytest.mark.parametrize("from_one", [False, True], ids=["from two", "from one"])
+@pytest.mark.parametrize(
+    ("ranks_on", "device"),
+    [
+        pytest.param(STAGED, "cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "cuda", marks=MULTI),
+    ],
+    ids=["one GPU", "two GPUs"],
+)
+def test_each_rank_pulls_its_heads_from_another_process(
+    ranks_on: str, device: str, from_one: bool, tmp_path: Path
+) -> None:
+    """By CUDA IPC; with threads for processes: test_rank_pulls.py."""
+    with RankProcesses(2, tmp_path, ranks_on) as ranks:
+        found = ranks.run(partial(pull_own_heads, from_one=from_one), device)
+    whole = KvLayout.with_heads(
+        num_layers=3, block_size=16, num_kv_heads=4, head_dim=128, dtype="bfloat16"
+    )
+    assert torch.equal(torch.cat(found, dim=4), drawn_blocks(whole))

@@ -6,8 +6,8 @@ as processes share them, through a second mapping of the same memory.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from actors.kv_transfer.channels.rank_ipc import RanksOffer, offer_ranks, open_r
 from actors.kv_transfer.contracts import (
     IncomingData,
     OutgoingData,
-    PieceStore,
     StagedPiece,
     StoredBlocks,
     UnfitError,
@@ -33,15 +32,12 @@ from engine.kv.device_offer import DeviceOffer
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.messages import PieceReply
-from engine.ranks.leading import StepCounts
-from engine.ranks.rank import Rank
-from engine.ranks.shared_stores import RankStore, part_of
 from tests.actors.kv_transfer.fake_pair_group import Wires
 from tests.actors.kv_transfer.gpu_stand_in import random_blocks
+from tests.actors.kv_transfer.rank_workers import CPU, NUM_BLOCKS, Worker, new_worker
 from tests.actors.kv_transfer.test_channels_local import LocalBoard
 from tests.actors.kv_transfer.test_nccl_pair import request_of, settings
 
-CPU = torch.device("cpu")
 OFFER = DeviceOffer(
     num_blocks=1,
     first_element=0,
@@ -53,7 +49,6 @@ OFFER = DeviceOffer(
     event_handle=b"",
     is_event_due=False,
 )
-NUM_BLOCKS = 13
 
 
 @pytest.fixture
@@ -67,53 +62,6 @@ def layout_of(num_heads: int, dtype: KvDtype = "float32", width: int = 4) -> KvL
     return KvLayout.with_heads(
         num_layers=2, block_size=3, num_kv_heads=num_heads, head_dim=width, dtype=dtype
     )
-
-
-@dataclass
-class Worker:
-    """One side: the ranks' own stores, and the pieces of their rank 0."""
-
-    stores: list[KvStore]  # as each rank has its own
-    whole: KvLayout
-    pieces: PieceStore
-    steps: StepCounts
-
-    def heads(self, rank: int) -> slice:
-        return part_of(Rank(rank, len(self.stores)), self.whole).heads
-
-    def compute(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
-        """What steps do: every rank writes its heads, and keeps their digests."""
-        for rank, store in enumerate(self.stores):
-            store.scatter(block_ids, blocks[..., self.heads(rank), :])
-            store.digests.keep(block_ids, store.digest(block_ids))
-
-
-def new_worker(size: int, whole: KvLayout, deadline_s: float = 5.0) -> Worker:
-    steps = StepCounts()
-    if size == 1:
-        store = KvStore(whole, num_blocks=NUM_BLOCKS, device=CPU)
-        pieces = KvPieces(store, num_threads=1)
-        return Worker([store], whole, pieces, steps)
-    stores, mapped = [], []
-    for index in range(size):
-        part = part_of(Rank(index, size), whole)
-        *_, width = whole.block_shape
-        layout = KvLayout.with_heads(
-            num_layers=whole.block_shape[0],
-            block_size=whole.block_size,
-            num_kv_heads=part.num_heads,
-            head_dim=width,
-            dtype=whole.dtype,
-        )
-        own = KvStore(layout, num_blocks=NUM_BLOCKS, device=CPU)
-        offer = own.share(part)
-        theirs = KvStore.attached(offer, part, layout) if index else own
-        assert own.shared is not None
-        own.shared.close_file()
-        stores.append(own)
-        mapped.append(RankStore(part=part, store=theirs))
-    of_ranks = RankPieces(mapped, steps, deadline_s, num_threads=1)
-    return Worker(stores, whole, of_ranks, steps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8_e4m3"])

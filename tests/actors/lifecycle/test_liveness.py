@@ -2,7 +2,9 @@
 
 import random
 
-from actors.lifecycle.liveness import MAX_UNANSWERED, LivenessTracker
+from ray.serve._private import constants
+
+from actors.lifecycle.liveness import MAX_UNANSWERED, SERVE_NAMESPACE, LivenessTracker
 
 NAME = "decode-0.0a1b2c"
 
@@ -39,3 +41,7 @@ def test_who_died_is_not_expected_to_answer_and_others_are() -> None:
     calls.forget(NAME)
     assert not any(_time_outs(calls, MAX_UNANSWERED))
     assert _time_outs(calls, MAX_UNANSWERED, other)[-1]
+
+
+def test_supervisors_are_looked_for_where_serve_has_its_actors() -> None:
+    assert SERVE_NAMESPACE == constants.SERVE_NAMESPACE

@@ -54,6 +54,7 @@ SHARED_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"min_p": -0.1}, "min_p", "decimal_below_min_value"),
     ({"min_p": 1.1}, "min_p", "decimal_above_max_value"),
     ({"repetition_penalty": 0}, "repetition_penalty", "decimal_below_min_value"),
+    ({"repetition_penalty": 1e-308}, "repetition_penalty", "decimal_below_min_value"),
     ({"repetition_penalty": 2.5}, "repetition_penalty", "decimal_above_max_value"),
     ({"presence_penalty": -2.1}, "presence_penalty", "decimal_below_min_value"),
     ({"frequency_penalty": 2.1}, "frequency_penalty", "decimal_above_max_value"),

@@ -39,7 +39,8 @@ def tokenizing() -> Tokenizing:
 
 def parse(stored: StoredResponses | None = None, **fields: Any) -> ParsedRequest:
     body = json.dumps({"input": "hi"} | fields).encode()
-    return parse_responses(body, EdgeConfig(), MODEL, stored or StoredResponses(0), lambda: 1)
+    own = (stored or StoredResponses(0)).of("")
+    return parse_responses(body, EdgeConfig(), MODEL, own, lambda: 1)
 
 
 def messages(stored: StoredResponses | None = None, **fields: Any) -> list[dict[str, object]]:
@@ -316,8 +317,8 @@ def test_a_stored_response_travels_as_it_is() -> None:
         {"role": "tool", "content": "1", "tool_call_id": "c1"},
     ]
     messages = msgspec.json.decode(json.dumps(said), type=list[Message])
-    stored.keep("resp_1", b'{"id": "resp_1"}', messages)
-    found = stored.find("resp_1")
+    stored.keep("", "resp_1", b'{"id": "resp_1"}', messages)
+    found = stored.find("", "resp_1")
     assert found is not None
     again = StoredResponse.decoded(found.encoded())
     assert again.encoded() == found.encoded()
@@ -328,17 +329,18 @@ def test_a_stored_response_travels_as_it_is() -> None:
 
 def test_stored_responses_are_bounded_by_bytes() -> None:
     stored = StoredResponses(max_bytes=1000)
+    own = stored.of("alice")
     for number in range(50):
-        stored.keep(f"resp_{number}", b"x" * 150, [])
+        own.keep(f"resp_{number}", b"x" * 150, [])
         assert stored.num_bytes <= 1000
-    assert stored.body("resp_49") == b"x" * 150
+    assert own.body("resp_49") == b"x" * 150
     with pytest.raises(RequestError, match="not found"):
-        stored.body("resp_0")
-    stored.keep("large", b"x" * 2000, [])
+        own.body("resp_0")
+    own.keep("large", b"x" * 2000, [])
     with pytest.raises(RequestError):
-        stored.body("large")
+        own.body("large")
     with pytest.raises(RequestError, match="stores none"):
-        StoredResponses(0).conversation("resp_0")
+        StoredResponses(0).of("alice").conversation("resp_0")
 
 
 def test_every_format_of_calls_is_read(tokenizing: Tokenizing) -> None:

@@ -32,7 +32,7 @@ from tests.actors.ingress.edge_app import MODEL_FOLDER, EdgeApp, edge_app
 pytestmark = pytest.mark.slow
 
 # Per route and kind. Drawing a body takes 25 times as long as answering it.
-NUM_EXAMPLES = 6
+NUM_EXAMPLES = 4
 NUM_AT_NIGHT = 60
 PATIENCE_S = 200.0  # with one answer, for a busy machine's sake
 MAX_OPTIONAL = 3  # fields of a sensible body: of very many one is always wrong

@@ -12,7 +12,7 @@ from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
 BLOCK_SIZE = 3
 LAYOUT = KvLayout.with_heads(
-    num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32"
+    num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=2, dtype="float32"
 )
 LEASE_S = 8.0
 
@@ -88,15 +88,17 @@ class Decode:
         num_blocks: int = 16,
         max_rows: int = 4,
         incoming_class: type[IncomingHandoffs] = IncomingHandoffs,
+        identity: WorkerIdentity = RECEIVER,
+        clock: ManualClock | None = None,
     ) -> None:
-        self.clock = ManualClock(100.0)
+        self.clock = clock or ManualClock(100.0)
         self.cache = BlockCache(num_blocks, enable_prefix_caching=True, protected_share=0.8)
         self.scheduler = RecordingScheduler(self.cache)
         self.incoming = incoming_class(
             self.cache,
             hasher=hasher(),
             scheduler=self.scheduler,
-            identity=RECEIVER,
+            identity=identity,
             clock=self.clock,
             lease_s=LEASE_S,
             max_rows=max_rows,

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -73,6 +74,12 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+@cache
+def _answers_of_one_rank(folder: Path) -> object:
+    """Computed by the first test that asks: each has its mixtures exact."""
+    return _answers(engine_of_one_rank(folder), _requests())
+
+
 def _answers(engine: ExactEngine, requests: Sequence[tuple[list[int], SamplingParams]]) -> object:
     keys = [engine.add(*request) for request in requests]
     engine.run()
@@ -84,7 +91,7 @@ def test_tokens_and_scores_are_those_of_one_rank(
     captures: bool, overlap: bool, two: RankProcesses, folder: Path
 ) -> None:
     """Prompts in chunks beside decodes, idle ranks, more requests than rows."""
-    expected = _answers(engine_of_one_rank(folder), _requests())
+    expected = _answers_of_one_rank(folder)
     with DpEngine(two, folder, captures=captures, overlap=overlap) as shared:
         assert _answers(shared.engine, _requests()) == expected
     kinds = {_kinds(plan) for plan in shared.engine.plans}
@@ -138,7 +145,7 @@ def test_four_ranks_share_experts_in_groups_beside_latents(tmp_path: Path) -> No
 def test_a_mistake_in_the_exchange_changes_tokens(
     fault: str, two: RankProcesses, folder: Path
 ) -> None:
-    expected = _answers(engine_of_one_rank(folder), _requests())
+    expected = _answers_of_one_rank(folder)
     with DpEngine(two, folder, fault=fault) as shared:
         assert _answers(shared.engine, _requests()) != expected
 

@@ -61,7 +61,7 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
     encoded = load_tokenizer(MODEL).encode_batch(list(TEXTS), add_special_tokens=True)
     prompts = [list(ids) for ids in encoded]
     prompts.append([token for prompt in prompts for token in prompt] * 3)
-    return [(prompts[i % len(prompts)], KINDS[i % len(KINDS)]) for i in range(14)]
+    return [(prompts[i % len(prompts)], KINDS[i % len(KINDS)]) for i in range(10)]
 
 
 def test_answers_are_those_of_one_rank(ranks: RankProcesses, folder: Path) -> None:

@@ -87,7 +87,7 @@ def _numbers(found: Answer) -> list[float]:
 def test_answers_are_those_of_one_rank_however_they_are_sampled(
     shared: SharedEngine, alone: Engine
 ) -> None:
-    """Over more than a hundred steps of chunks and single tokens, more requests than rows."""
+    """Over many steps of chunks and single tokens, more requests than rows."""
     kinds = [
         SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=33, temperature=0.9, top_p=0.9, seed=4, ignore_eos=True),
@@ -99,11 +99,11 @@ def test_answers_are_those_of_one_rank_however_they_are_sampled(
     ]
     prompts = _prompts(TEXTS)
     prompts.append([token for prompt in prompts for token in prompt] * 2)
-    requests = [(prompts[i % len(prompts)], kinds[i % len(kinds)]) for i in range(18)]
+    requests = [(prompts[i % len(prompts)], kinds[i % len(kinds)]) for i in range(14)]
     found = answer(shared.engine, requests)
     _assert_same(found, answer(alone, requests))
     _assert_same(answer(shared.engine, requests), found)  # and now from cached prefixes
-    assert len(shared.digests) > 100
+    assert len(shared.digests) > 80
 
 
 def test_structured_output_is_that_of_one_rank(shared: SharedEngine, alone: Engine) -> None:

@@ -1,7 +1,8 @@
 """Two and four ranks compute, to the bit, what one computes: every layer type, real step plans."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield ranks
 
 
+Alone = Callable[[str], tuple[Path, list[Tensor | StepResult]]]
+
+
+@pytest.fixture(scope="module")
+def alone_of(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Of a case by its name: the model's folder, and what one rank computes of it, once."""
+
+    @cache
+    def compute(name: str) -> tuple[Path, list[Tensor | StepResult]]:
+        folder = _save(CASES[name], tmp_path_factory.mktemp("case"))
+        return folder, tell(SINGLE_RANK, folder)
+
+    return compute
+
+
 def _save(case: Case, folder: Path) -> Path:
     save_model(folder, case.architecture, **case.settings)
     save_whole_numbers(folder, seed=3)
@@ -156,11 +172,10 @@ def _are_equal(ours: list[Tensor | StepResult], theirs: list[Tensor | StepResult
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_the_bits_of_one_rank(
-    name: str, two: RankProcesses, four: RankProcesses, tmp_path: Path
+    name: str, two: RankProcesses, four: RankProcesses, alone_of: Alone
 ) -> None:
     case = CASES[name]
-    folder = _save(case, tmp_path)
-    alone = tell(SINGLE_RANK, folder)
+    folder, alone = alone_of(name)
     tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
     assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
     ranks = two if case.num_ranks == 2 else four
@@ -180,10 +195,9 @@ def test_ranks_compute_the_bits_of_one_rank(
     ],
 )
 def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
-    name: str, two: RankProcesses, tmp_path: Path
+    name: str, two: RankProcesses, alone_of: Alone
 ) -> None:
-    folder = _save(CASES[name], tmp_path)
-    alone = tell(SINGLE_RANK, folder)
+    folder, alone = alone_of(name)
     for found in two.run(tell, folder, None, False, True, CASES[name].source):
         assert _are_equal(found, alone)
 
@@ -196,45 +210,40 @@ def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
     ],
 )
 def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
-    name: str, two: RankProcesses, tmp_path: Path
+    name: str, two: RankProcesses, alone_of: Alone
 ) -> None:
-    folder = _save(CASES[name], tmp_path)
-    alone = tell(SINGLE_RANK, folder)
+    folder, alone = alone_of(name)
     for found in two.run(tell, folder, None, True, False, CASES[name].source):
         assert _are_equal(found, alone)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_shard_shows(fault: str, four: RankProcesses, tmp_path: Path) -> None:
-    folder = _save(CASES["four ranks, two KV heads"], tmp_path)
-    alone = tell(SINGLE_RANK, folder)
+def test_a_wrong_shard_shows(fault: str, four: RankProcesses, alone_of: Alone) -> None:
+    folder, alone = alone_of("four ranks, two KV heads")
     for found in four.run(tell, folder, fault):
         assert not _are_equal(found, alone)
 
 
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)
-def test_experts_of_a_wrong_rank_show(fault: str, two: RankProcesses, tmp_path: Path) -> None:
-    case = CASES["whole experts and a shared one, a dense layer"]
-    folder = _save(case, tmp_path)
-    alone = tell(SINGLE_RANK, folder)
-    for found in two.run(tell, folder, fault, False, False, case.source):
+def test_experts_of_a_wrong_rank_show(fault: str, two: RankProcesses, alone_of: Alone) -> None:
+    name = "whole experts and a shared one, a dense layer"
+    folder, alone = alone_of(name)
+    for found in two.run(tell, folder, fault, False, False, CASES[name].source):
         assert not _are_equal(found, alone)
 
 
 @pytest.mark.parametrize("fault", EXCHANGE_FAULTS)
-def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, tmp_path: Path) -> None:
-    case = CASES["tokens that travel to experts, a dense layer, a shared expert"]
-    folder = _save(case, tmp_path)
-    alone = tell(SINGLE_RANK, folder)
-    for found in two.run(tell, folder, fault, False, False, case.source):
+def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, alone_of: Alone) -> None:
+    name = "tokens that travel to experts, a dense layer, a shared expert"
+    folder, alone = alone_of(name)
+    for found in two.run(tell, folder, fault, False, False, CASES[name].source):
         assert not _are_equal(found, alone)
 
 
-def test_tokens_that_are_gathered_wrongly_show(two: RankProcesses, tmp_path: Path) -> None:
-    case = CASES["tokens gathered for experts, a dense layer, a shared expert"]
-    folder = _save(case, tmp_path)
-    alone = tell(SINGLE_RANK, folder)
-    for found in two.run(tell, folder, GATHER_FAULT, False, False, case.source):
+def test_tokens_that_are_gathered_wrongly_show(two: RankProcesses, alone_of: Alone) -> None:
+    name = "tokens gathered for experts, a dense layer, a shared expert"
+    folder, alone = alone_of(name)
+    for found in two.run(tell, folder, GATHER_FAULT, False, False, CASES[name].source):
         assert not _are_equal(found, alone)
 
 

@@ -144,8 +144,17 @@ def test_drafts_of_an_equal_model_are_all_right(
     assert sum(len(plan.ahead) for executor, plan in plans if executor is engine.executor) > 20
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    ("drafter", "way"),
+    [
+        ("draft_model", "made true"),
+        ("draft_model", "moved in graphs"),
+        ("eagle3", "moved"),
+        ("eagle3", "moved in graphs"),
+        pytest.param("draft_model", "moved", marks=pytest.mark.nightly),
+        pytest.param("eagle3", "made true", marks=pytest.mark.nightly),
+    ],
+)
 def test_wrong_drafts_change_no_answer(
     folder: Path,
     asked: list[Asked],

@@ -15,6 +15,7 @@ import pytest
 from load_tests.http_load.records import Header, Outcome, Record, RunReader
 from load_tests.http_load.scenario import Changes, change, read_scenario
 from load_tests.http_load.schedule import draw_sessions
+from load_tests.sweep import main
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
 pytestmark = pytest.mark.slow
@@ -196,21 +197,27 @@ def test_a_sweep_writes_a_report_of_every_rate_and_seed(tmp_path: Path) -> None:
     assert len(list(out.glob("*.jsonl"))) == 4
 
 
-def test_a_sweep_that_cannot_be_run_says_why_and_sends_nothing(tmp_path: Path) -> None:
+def test_a_sweep_that_cannot_be_run_says_why_and_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*words: str) -> str:
+        """What it says when it is run in this process."""
+        given = ["sweep", "--url", fake.url, "--out", str(tmp_path / "report"), *words]
+        monkeypatch.setattr(sys, "argv", given)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return str(end.value.code)
+
     with running(FakeOpenAI(max_model_len=100)) as fake:
-        for words, told in (
-            (["--model", "other"], "serves fake, but not 'other'"),
-            (["--scenario", "mixed", "--duration", "20"], "--shrink"),
-            (["--scenario", "none"], "no such scenario"),
-            (["--scenario", "azure_trace"], "--trace PATH"),
-        ):
-            done = sweep(fake, tmp_path / "report", *words)
-            assert done.returncode == 1
-            assert told in done.stderr
-            assert "Traceback" not in done.stderr
+        assert "serves fake, but not 'other'" in refused("--model", "other")
+        assert "--shrink" in refused("--scenario", "mixed", "--duration", "20")
+        assert "no such scenario" in refused("--scenario", "none")
+        assert "--trace PATH" in refused("--scenario", "azure_trace")
         assert all(seen.body["max_tokens"] == 2 for seen in fake.seen)  # probes
     done = sweep(fake, tmp_path / "report")
+    assert done.returncode == 1
     assert "no connection" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "report").exists()
 
 

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+import uuid
 
 import pytest
 
-from load_tests.lab.gang_deaths import Outcome, is_gone, render
+from engine.ranks.plan_ring import PlanRing
+from load_tests.lab.gang_deaths import Outcome, render
+from load_tests.testbed.traces import is_gone, left_of, rings_of
 
 pytestmark = pytest.mark.lab
 
@@ -36,8 +39,8 @@ def outcome(**changes: object) -> Outcome:
         ),
         ({"num_lost": 2}, "| decode | 1 | SIGSTOP | mid stream | 3 of 5 | 0 | 2 | 8.2 | nothing |"),
         (
-            {"left": "2 rings"},
-            "| decode | 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | 2 rings |",
+            {"left": "@laps-ring-x"},
+            "| decode | 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | @laps-ring-x |",
         ),
     ],
 )
@@ -56,3 +59,11 @@ def test_a_process_is_gone_once_it_has_ended() -> None:
     assert not is_gone(child.pid)
     child.communicate(b"\n")
     assert is_gone(child.pid)
+
+
+def test_a_ring_belongs_to_its_process_and_is_left_until_it_is_closed() -> None:
+    name = f"traces-{uuid.uuid4().hex}"
+    with PlanRing(name, 1, 1.0):
+        assert rings_of([os.getpid()]) == left_of([f"@laps-ring-{name}"]) == {f"@laps-ring-{name}"}
+        assert not rings_of([os.getppid()])
+    assert not left_of([f"@laps-ring-{name}"])

@@ -1,0 +1,204 @@
+"""Heads pulled from GPU to GPU by the ranks that hold them, straight from ranks of the sender.
+
+Rank 0 of the receiver alone decides. It asks every rank of its worker (engine/ranks/asides.py):
+
+    map     a channel opens: each rank maps those of the sender's stores that have heads of its own
+    pull    a piece: each rank copies its heads into its own store, and digests them there
+    drop    the channel is closed
+
+So of equal sizes each rank pulls from one, and bytes go between the two GPUs of a pair only. A rank
+answers with its digests, one a block: its terms of the whole block's. Rank 0 adds the terms up and
+compares their sum with the sender's; of ranks that hold the same heads it compares term by term.
+
+A piece is over when every rank has answered, right or wrong: until then something could land. If a
+rank fails, the piece does, and is sent again under a new epoch; if one ends, the worker does.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, check_host, probe_reading
+from actors.kv_transfer.channels.rank_ipc import MapStore, RankOffer, RanksOffer, read_offer
+from actors.kv_transfer.contracts import UnfitError
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_pieces import RankPieces, RankSources
+from actors.kv_transfer.waits import to_the_end
+from engine.errors import HandoffError, WorkerError
+from engine.kv.device_offer import map_tensor
+from engine.kv.layout import KvPart
+from engine.ranks.asides import Asides
+
+
+class MapSource(msgspec.Struct, frozen=True, tag=True):
+    """A sender's stores, under a number; each rank shows that it reads its first one fast."""
+
+    number: int
+    offer: RanksOffer
+    floor_gb_s: float
+
+
+class PullBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a source into blocks of the ranks' own."""
+
+    number: int
+    source_ids: list[int]
+    block_ids: list[int]
+
+
+class DropSource(msgspec.Struct, frozen=True, tag=True):
+    """No piece of it begins any more."""
+
+    number: int
+
+
+_orders = msgspec.msgpack.Decoder(MapSource | PullBlocks | DropSource)
+
+
+class RankPuller:
+    """One rank's part; called from any thread."""
+
+    def __init__(self, part: KvPart, pieces: KvPieces, map_offer: MapStore = map_tensor) -> None:
+        """pieces: of this rank's store, which holds `part`."""
+        self._part = part
+        self._pieces = pieces
+        self._map_offer = map_offer
+        self._sources: dict[int, RankSources] = {}
+
+    def do(self, work: bytes) -> bytes:
+        """Does what rank 0 asks; returns the digests of pulled blocks. Raises HandoffError."""
+        match _orders.decode(work):
+            case MapSource(number, offer, floor_gb_s):
+                self._sources[number] = self._map(offer, floor_gb_s)
+            case PullBlocks(number, source_ids, block_ids):
+                return self._pull(number, source_ids, block_ids)
+            case DropSource(number):
+                self._sources.pop(number, None)
+        return b""
+
+    def _map(self, offer: RanksOffer, floor_gb_s: float) -> RankSources:
+        """Raises UnfitError if a store cannot be read, or not fast enough."""
+        needed = [one for one in offer.ranks if _overlap(one.part, self._part)]
+        try:
+            stores = [(one.part, self._map_one(one)) for one in needed]
+            if floor_gb_s > 0:
+                probe_reading(stores[0][1], floor_gb_s)
+        except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
+            raise UnfitError(f"the sender's KV stores cannot be read: {error}") from error
+        return RankSources(stores)
+
+    def _map_one(self, offer: RankOffer) -> Tensor:
+        *outer, _, width = self._part.whole.block_shape
+        shape = 1, *outer, offer.part.num_heads, width
+        mine = self._pieces.tensor
+        like = torch.empty(shape, dtype=mine.dtype, device=mine.device)
+        return self._map_offer(offer.store, like)
+
+    def _pull(self, number: int, source_ids: list[int], block_ids: list[int]) -> bytes:
+        source = self._sources.get(number)
+        if source is None:
+            raise HandoffError("the channel is closed")
+
+        def copy(some: slice) -> None:
+            source.copy_to(self._pieces.tensor, self._part, block_ids[some], source_ids[some])
+
+        # Its steps were launched before rank 0 asked, so the copies come after them.
+        self._pieces.fence()
+        return np.array(self._pieces.pull_digests(copy, block_ids), np.int64).tobytes()
+
+
+class RankedSource:
+    """A sender's stores, which every rank has mapped under this number."""
+
+    def __init__(self, number: int, num_blocks: int) -> None:
+        self.number = number
+        self._num_blocks = num_blocks
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+
+class PullsByRanks:
+    """Rank 0's part: asks all ranks for their heads, and compares digests."""
+
+    def __init__(self, pieces: RankPieces, asides: Asides, own: RankPuller) -> None:
+        """own: what rank 0 does itself."""
+        self._pieces = pieces
+        self._parts = [one.part for one in pieces.stores]
+        self._asides = asides
+        self._own = own
+        self._numbers = itertools.count()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._pieces.block_bytes
+
+    async def open(
+        self, epoch: int, offered: bytes, floor_gb_s: float
+    ) -> CudaIpcReceiver[RankedSource]:
+        """Every rank maps what is offered. Raises UnfitError, WorkerError if a rank ends."""
+        offer = read_offer(offered, self._pieces.whole)
+        check_host(offer.host)
+        num_blocks = min(one.store.num_blocks for one in offer.ranks)
+        source = RankedSource(next(self._numbers), num_blocks)
+        try:
+            work = MapSource(source.number, offer, floor_gb_s)
+            await to_the_end(asyncio.ensure_future(self._ask_beside(work)))
+        except HandoffError as error:
+            await self._drop(source)
+            raise UnfitError(error.message) from error
+        except BaseException:
+            await self._drop(source)
+            raise
+        return CudaIpcReceiver(epoch, self, source, on_close=lambda: self._drop(source))
+
+    async def pull(
+        self,
+        source: RankedSource,
+        source_ids: Sequence[int],
+        ids: Sequence[int],
+        digests: list[int],
+    ) -> bool:
+        """Every rank copies its heads into `ids`; whether what lies there then is right."""
+        work = PullBlocks(source.number, list(source_ids), list(ids))
+        terms = await self._pieces.when_writable(lambda: self._ask(work))
+        found = add_terms(self._parts, [np.frombuffer(one, np.int64) for one in terms])
+        return found == digests
+
+    async def _drop(self, source: RankedSource) -> None:
+        with suppress(WorkerError):  # a rank has ended, and this worker ends, too
+            await to_the_end(asyncio.ensure_future(self._ask_beside(DropSource(source.number))))
+
+    async def _ask_beside(self, work: MapSource | DropSource) -> list[bytes]:
+        """In a thread, however far the steps are: nothing is written."""
+        return await asyncio.to_thread(self._ask, work)
+
+    def _ask(self, work: MapSource | PullBlocks | DropSource) -> list[bytes]:
+        return self._asides.ask(msgspec.msgpack.encode(work), self._own.do)
+
+
+def add_terms(parts: Sequence[KvPart], terms: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Digests of whole blocks, of one term a rank.
+
+    Off by the number of ranks that have other bytes than the first one with their heads.
+    """
+    first: dict[int, NDArray[np.int64]] = {}
+    others = np.zeros_like(terms[0])
+    for part, found in zip(parts, terms, strict=True):
+        others += found != first.setdefault(part.first_head, found)
+    for found in first.values():
+        others += found
+    total: list[int] = others.tolist()
+    return total
+
+
+def _overlap(one: KvPart, other: KvPart) -> bool:
+    first, end = one.first_head, one.first_head + one.num_heads
+    return first < other.first_head + other.num_heads and other.first_head < end

@@ -1,0 +1,135 @@
+"""Work of all ranks beside their steps: rank 0 asks for it by the ring, and each other one answers.
+
+    rank 0     Aside: into the ring, then its own part, then waits for all answers
+    another    Aside: from the ring to a thread, which works and answers; steps go on meanwhile
+
+Work that has begun is not stopped. So rank 0 waits for every answer as long as its gang lives: what
+is asked may write, and whoever asks must know that nothing can land any more. A rank that stands
+still, or dies, ends the gang, and with it the wait (heartbeat.py). Knows nothing of what the work
+is, nor torch.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from engine.errors import HandoffError, WorkerError
+from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader, RingError
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+_PART_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of an `AsideAnswer`
+
+Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
+
+
+class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: do this beside the steps."""
+
+    number: int
+    work: bytes
+
+
+class AsideAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Follower -> leader: the next part of what came of it, or why nothing did."""
+
+    number: int
+    data: bytes
+    goes_on: bool
+    error: str = ""
+
+
+class AsideAnswers:
+    """Puts the parts of answers together. One thread adds, any may wait."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], list[bytes]] = {}  # number, rank
+        self._answers: dict[int, dict[int, bytes | HandoffError]] = {}  # number -> rank -> it
+
+    def add(self, rank: int, answer: AsideAnswer) -> None:
+        parts = self._parts.setdefault((answer.number, rank), [])
+        parts.append(answer.data)
+        if answer.goes_on:
+            return
+        data = b"".join(self._parts.pop((answer.number, rank)))
+        found = HandoffError(f"rank {rank}: {answer.error}") if answer.error else data
+        self._answers.setdefault(answer.number, {})[rank] = found
+
+    def num_of(self, number: int) -> int:
+        """How many ranks have answered."""
+        return len(self._answers.get(number, {}))
+
+    def take(self, number: int) -> list[bytes]:
+        """All answers, by rank. Raises HandoffError if a rank could not do it."""
+        found = self._answers.pop(number)
+        answers = []
+        for _, answer in sorted(found.items()):
+            if isinstance(answer, HandoffError):
+                raise answer
+            answers.append(answer)
+        return answers
+
+
+class Asides:
+    """Rank 0's side; from any thread."""
+
+    def __init__(self, write: Callable[[bytes], None], wait: Callable[[int], list[bytes]]) -> None:
+        """write: to all other ranks. wait: for the answers of all of them."""
+        self._write = write
+        self._wait = wait
+        self._numbers = itertools.count()
+
+    def ask(self, work: bytes, own: Work) -> list[bytes]:
+        """What the work comes to on each rank, the first one's by `own`; waits for all of them.
+
+        Raises WorkerError if a rank ends, HandoffError if one could not do it, what `own` raises.
+        """
+        number = next(self._numbers)
+        self._write(msgspec.msgpack.encode(Aside(number, work)))
+        try:
+            answer = own(work)
+        finally:
+            others = self._wait(number)
+        return [answer, *others]
+
+
+class AsideThreads:
+    """Another rank's side: does what is asked in threads of its own."""
+
+    def __init__(self, ring: PlanRingReader, work: Work) -> None:
+        self._ring = ring
+        self._work = work
+        self._answering = threading.Lock()  # the parts of one answer after the other
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
+
+    def begin(self, aside: Aside) -> None:
+        """Returns at once."""
+        self._threads.submit(self._do, aside)
+
+    def _do(self, aside: Aside) -> None:
+        data, error = b"", ""
+        try:
+            data = self._work(aside.work)
+        except WorkerError as failure:
+            error = failure.message
+        except Exception as failure:
+            logger.exception("beside the steps")
+            error = f"{type(failure).__name__}: {failure}"
+        try:
+            self._answer(aside.number, data, error)
+        except RingError as failure:
+            logger.info("nobody waits for an answer: %s", failure)
+
+    def _answer(self, number: int, data: bytes, error: str) -> None:
+        with self._answering:
+            for start in range(0, max(1, len(data)), _PART_BYTES):
+                end = start + _PART_BYTES
+                part = AsideAnswer(
+                    number, data[start:end], goes_on=end < len(data), error=error[:1000]
+                )
+                self._ring.report_in_turn(msgspec.msgpack.encode(part))

@@ -1,0 +1,64 @@
+"""Ranks in threads that take no steps, and do what the first asks by the real ring."""
+
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from engine.ranks.asides import Asides, AsideThreads, Work
+from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+
+PATIENCE_S = 10.0
+NO_STEPS: Any = None
+
+
+class AskedRanks:
+    """Ranks 1 and up, for as long as the context is open."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        """works: of these ranks."""
+        name = f"test-{uuid.uuid4().hex}"
+        self.ends: list[RankEnd] = []
+        self._ring = PlanRing(name, len(works), PATIENCE_S)
+        self._readers: dict[int, PlanRingReader] = {}
+        self._threads = [
+            threading.Thread(target=self._follow, args=(name, rank, work))
+            for rank, work in enumerate(works, start=1)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+            self._ring.accept(PATIENCE_S)
+        reports = RankReports(self._ring, len(self._threads) + 1, self._note)
+        reports.start()
+        self._has_ended = threading.Event()
+        self._leading = LeadingExecutor(
+            NO_STEPS, self._ring, reports, compare_every=1, patience_s=PATIENCE_S
+        )
+        self.asides = Asides(self._ring.write, reports.wait_answers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leading.stop()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        for reader in self._readers.values():
+            reader.close()
+        assert self._has_ended.wait(PATIENCE_S)
+        self._ring.close()
+
+    def end(self, rank: int) -> None:
+        """As if its process died, as far as the first rank sees."""
+        self._readers[rank]._sock.shutdown(2)
+
+    def _note(self, end: RankEnd) -> None:
+        self.ends.append(end)
+        self._has_ended.set()
+
+    def _follow(self, name: str, rank: int, work: Work) -> None:
+        ring = self._readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
+        with suppress(RingError):  # of the rank that ends
+            Follower(NO_STEPS, ring, print, None, AsideThreads(ring, work).begin).run()
