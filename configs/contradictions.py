@@ -108,11 +108,11 @@ def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
     size = max(config.workers.num_ranks.values(), default=1)
-    if size > 1:
+    if size > 1 and asked.drafter == "eagle3":
         return (
-            f"speculation.drafter: {asked.drafter} with workers.tensor_parallel_size {size} is not"
-            " supported, because what drafts is not split over ranks; set ngram, or"
-            " tensor_parallel_size to 1"
+            f"speculation.drafter: eagle3 with workers.tensor_parallel_size {size} is not"
+            " supported, because a head is not split over ranks; set ngram, draft_model or mtp,"
+            " or tensor_parallel_size to 1"
         )
     if config.model.attention.mask is not None:
         return (

@@ -21,7 +21,7 @@ from engine.build_drafting import build_drafting, build_head
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
-from engine.core import EngineCore, StepScheduler
+from engine.core import DraftingExecutor, EngineCore, StepScheduler
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
@@ -62,6 +62,7 @@ from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.draft_model import DraftModel
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -103,6 +104,17 @@ class Engine:
         """As of `shared_cache`."""
         assert isinstance(self.core.scheduler, Scheduler), "each rank has a scheduler of its own"
         return self.core.scheduler
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The model or head that drafts; None = none does."""
+        drafter = self.core.scheduler.drafting.drafter
+        return drafter if isinstance(drafter, DraftModel) else None
+
+    @property
+    def drafting_executor(self) -> DraftingExecutor | None:
+        """Of its passes."""
+        return None if self.draft_model is None else self.draft_model.executor
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -299,7 +311,7 @@ def _build_measured(
         comm=comm,
         kv_scales=kv_scales,
     )
-    head = build_head(config, spec, replica)
+    head = build_head(config, spec, replica, comm.rank)
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):

@@ -3,7 +3,6 @@
 A model or a head drafts on an executor of its own, with as many blocks as the target's.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from engine.models.llama import CausalLM
 from engine.models.mtp import build_mtp
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
-from engine.ranks.rank import WHOLE_MODEL
+from engine.ranks.rank import Rank
 from engine.runner.executor import Executor
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured import Measured
@@ -37,8 +36,13 @@ from engine.speculation.rules import DEFAULT_RULES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> FeatureHead | None:
-    """The head, if one drafts; from now on the model's steps keep what it reads."""
+def build_head(
+    config: AppConfig, target: ModelSpec, replica: Replica, rank: Rank
+) -> FeatureHead | None:
+    """The rank's part of the head, if one drafts; from now on the model's steps keep what it reads.
+
+    target: of the whole model.
+    """
     folder, model = drafter_folder(config), replica.model
     ops, is_deterministic = build_ops(model.device), config.model.deterministic
     match config.speculation.drafter:
@@ -53,7 +57,9 @@ def build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> Featur
                 is_deterministic=is_deterministic,
             )
         case "mtp":
-            head = build_mtp(folder, model, target, ops, is_deterministic=is_deterministic)
+            head = build_mtp(
+                folder, model, target, ops, is_deterministic=is_deterministic, rank=rank
+            )
         case _:
             model.export(None)
             return None
@@ -118,7 +124,7 @@ def _build_draft_model(
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
-        give_drafts=_way_to_target(executor),
+        can_propose_ahead=_gives_drafts(executor),
     )
 
 
@@ -135,7 +141,7 @@ def _build_feature_drafter(
     planes = FeaturePlanes(measured.executor.kv_store, head.width)
     head.read_from(planes)
     path, block_size = str(drafter_folder(config)), config.cache.block_size
-    given = config, path, head.model.spec, head.model
+    given = config, path, head.spec, head.model
     replica = _drafting_replica(*given, measured, grammars)
     replica.keep_exports(lambda _: NextFeatures(planes, block_size))
     executor = _build_drafting_executor(replica, measured.executor, holds=holds)
@@ -146,7 +152,7 @@ def _build_feature_drafter(
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
-        give_drafts=_way_to_target(executor),
+        can_propose_ahead=_gives_drafts(executor),
     )
 
 
@@ -157,10 +163,9 @@ def _build_drafting_executor(replica: Replica, target: Executor, *, holds: bool)
     return replica.build_executor()
 
 
-def _way_to_target(drafter: Executor) -> Callable[[int], None] | None:
-    """How drafts get into the target's steps without the host; None = they do not."""
-    is_linked = drafter.guesses is not None and drafter.can_plan_ahead
-    return drafter.give_drafts if is_linked else None
+def _gives_drafts(drafter: Executor) -> bool:
+    """Whether drafts get into the target's steps without the host."""
+    return drafter.guesses is not None and drafter.can_plan_ahead
 
 
 def _drafting_replica(
@@ -171,8 +176,11 @@ def _drafting_replica(
     measured: Measured,
     grammars: Grammars,
 ) -> Replica:
-    """Like the target's, with as many blocks, for another model."""
-    target = measured.executor
+    """Like the target's, with as many blocks, for another model, which the same ranks share.
+
+    spec: of the whole model; model: the rank's part, None = load it.
+    """
+    target, comm = measured.executor, measured.executor.comm
     length = model.rotary.max_tokens if model is not None else None
     own = msgspec.structs.replace(
         config.model,
@@ -188,13 +196,17 @@ def _drafting_replica(
         model=own,
         cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
         execution=msgspec.structs.replace(
-            config.execution, expert_load_steps=0, dual_stream_token_threshold=0
+            config.execution,
+            expert_load_steps=0,
+            dual_stream_token_threshold=0,
+            enable_two_batch_overlap=False,
         ),
         speculation=SpeculationConfig(),
     )
     kv_scales = load_scales(replaced, spec)
-    layout = rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
-    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
+    layout, part = rank_layout(replaced, spec, comm.rank, kv_scales), spec.of_rank(comm.rank)
+    given = replaced, part, layout, measured.sizes, model, grammars
+    return Replica(*given, comm=comm, kv_scales=kv_scales)
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:

@@ -122,6 +122,19 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
 
+class DraftingExecutor(Executor, Protocol):
+    """Runs the passes of a model that drafts for another."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Passes that may be launched and not waited for."""
+        ...
+
+    def give_drafts(self, place: int) -> None:
+        """Queue that what the pass launched last drew is draft number `place` of those rows."""
+        ...
+
+
 class StepScheduler(Protocol):
     """Decides what runs: a `Scheduler`, or with DP attention the `DpScheduler` over several."""
 

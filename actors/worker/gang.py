@@ -22,7 +22,7 @@ from actors.lifecycle.deployment import DeploymentSpec, rank_name, rank_options
 from actors.lifecycle.placement_groups import beside
 from actors.rpc.handles import ActorStart, create_actor
 from actors.worker.rank_worker import START_S, Beside, RankPlace, RankWorker
-from engine.core import Executor
+from engine.core import DraftingExecutor, Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
 from engine.ranks.asides import Asides
@@ -53,6 +53,10 @@ class OtherRanks(Protocol):
 
     def lead(self, executor: Executor) -> Executor:
         """An executor whose plans the others launch, too."""
+        ...
+
+    def lead_drafts(self, executor: DraftingExecutor) -> DraftingExecutor:
+        """Likewise of the model that drafts, if any; call it after `lead`."""
         ...
 
     @property
@@ -98,6 +102,9 @@ class NoOtherRanks:
         return SINGLE_RANK
 
     def lead(self, executor: Executor) -> Executor:
+        return executor
+
+    def lead_drafts(self, executor: DraftingExecutor) -> DraftingExecutor:
         return executor
 
     def compile(self, constraint: Constraint) -> None:
@@ -233,6 +240,10 @@ class Gang:
             steps=self.steps,
         )
         return self._leading
+
+    def lead_drafts(self, executor: DraftingExecutor) -> DraftingExecutor:
+        assert self._leading is not None, "the others are led first"
+        return self._leading.lead_drafts(executor)
 
     def compile(self, constraint: Constraint) -> None:
         assert self._leading is not None, "the others are led first"

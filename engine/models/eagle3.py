@@ -318,7 +318,7 @@ def build_eagle3(
     fc = LinearWeight(held["fc.weight"], held.get("fc.bias"))
     project = build_linear(fc, is_deterministic=is_deterministic)
     export = Export(layers=spec.entered_layers, project=project)
-    return FeatureHead(model=model, layer=layer, export=export, width=one.hidden_size)
+    return FeatureHead(spec=one, model=model, layer=layer, export=export, width=one.hidden_size)
 
 
 def _embedding(

@@ -15,6 +15,7 @@ from engine.layers.mlp import FeedForward
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow
 from engine.models.llama import CausalLM, Export
+from engine.models.spec import ModelSpec
 
 
 class ReadsFeatures(Protocol):
@@ -60,6 +61,7 @@ class FeatureLayer(DecoderLayer):
 class FeatureHead:
     """A head in memory."""
 
+    spec: ModelSpec  # of the whole head, as a model of one layer
     model: CausalLM  # its input are tokens 1, 2, ... of a request, at the positions 0, 1, ...
     layer: FeatureLayer
     export: Export  # what the target has to export

@@ -10,10 +10,11 @@ or None by the builder, so the forward pass does not test for them. Knows no req
 state of a step: the KV store and everything else of a step are in `ForwardContext`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -161,10 +162,11 @@ class CausalLM:
         """Whether `forward` accepts a context with `last`."""
         if self.spec.has_dp_attention:
             return False  # ranks exchange as many rows in the last layer as in the others
-        return self.layers[-1].can_store_alone and not self._exports_all
+        return self.layers[-1].can_store_alone and not self.exports_all
 
     @property
-    def _exports_all(self) -> bool:
+    def exports_all(self) -> bool:
+        """Whether the stream after the final norm is exported of every token: chosen or not."""
         return self._export is not None and self._export.final is FinalStream.ALL
 
     @property
@@ -194,7 +196,7 @@ class CausalLM:
         hidden states.
         """
         export = self._export
-        chosen = None if self._exports_all else logit_indices
+        chosen = None if self.exports_all else logit_indices
         flow = self.begin(input_ids, ctx, chosen, checks_finite=checks_finite)
         entering: dict[int, Tensor] = {}
         operations = self.exchange_operations if ctx.exchanges else self.operations
@@ -206,11 +208,7 @@ class CausalLM:
             return self.result(flow)
         if len(self.layers) in export.layers:
             entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
-        result = self.result(flow)
-        hidden, exported = result.hidden, _side_by_side(export, entering, result.hidden)
-        if self._exports_all and logit_indices is not None:
-            hidden = hidden.index_select(0, logit_indices)
-        return replace(result, hidden=hidden, exported=exported)
+        return self.exporting(self.result(flow), logit_indices, entering)
 
     def begin(
         self,
@@ -239,6 +237,24 @@ class CausalLM:
         add_and_norm(flow, self._final_norm)
         return ForwardResult(hidden=flow.x, is_finite=is_finite)
 
+    def exporting(
+        self,
+        result: ForwardResult,
+        logit_indices: Tensor | None,
+        entering: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> ForwardResult:
+        """`result`, of all tokens where the model exports those, with what it exports.
+
+        logit_indices: as of `forward`. entering: the streams that `Export.layers` asks for, [T,
+        hidden] by layer.
+        """
+        if self._export is None:
+            return result
+        hidden, exported = result.hidden, _side_by_side(self._export, entering, result.hidden)
+        if self.exports_all and logit_indices is not None:
+            hidden = hidden.index_select(0, logit_indices)
+        return replace(result, hidden=hidden, exported=exported)
+
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
 
@@ -248,7 +264,7 @@ class CausalLM:
         return self._head(hidden, comm)
 
 
-def _side_by_side(export: Export, entering: dict[int, Tensor], final: Tensor) -> Tensor:
+def _side_by_side(export: Export, entering: Mapping[int, Tensor], final: Tensor) -> Tensor:
     streams = [entering[layer] for layer in export.layers]
     streams += [] if export.final is None else [final]
     joined = torch.cat(streams, dim=-1)

@@ -8,6 +8,9 @@ g_t stands in for h_t+1 where the target has not computed it, so one layer guess
 tokens. Embedding and head are the target's; the copies of them in the files are not read. Of
 several such layers the first one guesses, which was trained for the next token but one.
 
+Ranks share it as they share the target's layers. Of eh_proj each has columns: with two ranks the
+first one multiplies the embeddings, the other one the vectors.
+
 Facts: arXiv 2412.19437, section 2.2; README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 (names, and what
 is shared); `deepseek_mtp.py` of vLLM and `deepseek_nextn.py` of SGLang (both streams are taken
 after the norm). vLLM puts zeros in the place of a request's first embedding; the others do not.
@@ -33,9 +36,10 @@ from engine.models.llama import (
     build_norm,
     build_self_attention,
 )
-from engine.models.llama_weights import StackedTensor
+from engine.models.llama_weights import Split, StackedTensor
 from engine.models.spec import ModelSpec
 from engine.models.weights import load_layer
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
 
 
@@ -79,13 +83,14 @@ def _beside(target: ModelSpec) -> dict[str, StackedTensor]:
         for field, name in norms.items()
     }
     joint = {f"{prefix}eh_proj.weight": hidden}
-    return {**tensors, "eh_proj": StackedTensor(num_rows=joint, num_columns=2 * hidden)}
+    tensors["eh_proj"] = StackedTensor(num_rows=joint, num_columns=2 * hidden, split=Split.COLUMNS)
+    return tensors
 
 
 class MtpLayer(FeatureLayer):
     """A layer whose stream begins with a token's embedding and a vector of the token before."""
 
-    __slots__ = ("_embedding_norm", "_hidden_norm", "_join")
+    __slots__ = ("_columns", "_embedding_norm", "_hidden_norm", "_join")
 
     def __init__(
         self,
@@ -93,30 +98,43 @@ class MtpLayer(FeatureLayer):
         embedding_norm: RmsNorm,
         hidden_norm: RmsNorm,
         join: Linear,
+        columns: slice,
         attention_norm: RmsNorm,
         attention: SelfAttention,
         mlp_norm: RmsNorm,
         mlp: FeedForward,
     ) -> None:
-        """join: 2 * hidden -> hidden, of embedding and vector."""
+        """join: `columns` of 2 * hidden, of embedding and vector, -> hidden, a part of a sum."""
         super().__init__(
             attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp
         )
         self._embedding_norm = embedding_norm
         self._hidden_norm = hidden_norm
         self._join = join
+        self._columns = columns
 
     def _prepare(self, flow: Flow) -> None:
         both = (self._embedding_norm(flow.x), self._hidden_norm(self._read(flow)))
-        flow.x = self._join(torch.cat(both, dim=-1))
+        own = torch.cat(both, dim=-1)[:, self._columns].contiguous()
+        flow.x = flow.ctx.comm.all_reduce(self._join(own))
         super()._prepare(flow)
 
 
 def build_mtp(
-    folder: Path, target: CausalLM, whole: ModelSpec, ops: Ops, *, is_deterministic: bool = False
+    folder: Path,
+    target: CausalLM,
+    whole: ModelSpec,
+    ops: Ops,
+    *,
+    is_deterministic: bool = False,
+    rank: Rank = WHOLE_MODEL,
 ) -> FeatureHead:
-    """Load the layer to the target's device, in its dtype. whole: the target's spec."""
-    spec = read_mtp(folder, whole)
+    """Load the rank's part of the layer to the target's device, in its dtype.
+
+    target: of the rank; whole: the target's spec. Raises ConfigError as `load_weights` does.
+    """
+    layer_spec = read_mtp(folder, whole)
+    spec = layer_spec.of_rank(rank)
     weights, beside = load_layer(
         folder,
         _with_layer(whole),
@@ -124,11 +142,13 @@ def build_mtp(
         _beside(whole),
         dtype=target.dtype,
         device=target.device,
+        rank=rank,
     )
     layer = MtpLayer(
         embedding_norm=build_norm(spec, beside["enorm"], ops),
         hidden_norm=build_norm(spec, beside["hnorm"], ops),
         join=build_linear(LinearWeight(beside["eh_proj"]), is_deterministic=is_deterministic),
+        columns=rank.share(2 * spec.hidden_size, "columns of eh_proj"),
         attention_norm=build_norm(spec, weights.input_norm, ops),
         attention=build_self_attention(spec, 0, weights, ops, is_deterministic),
         mlp_norm=build_norm(spec, weights.post_norm, ops),
@@ -144,4 +164,6 @@ def build_mtp(
     )
     model.export(Export(final=FinalStream.CHOSEN))
     export = Export(final=FinalStream.ALL)
-    return FeatureHead(model=model, layer=layer, export=export, width=spec.hidden_size)
+    return FeatureHead(
+        spec=layer_spec, model=model, layer=layer, export=export, width=spec.hidden_size
+    )

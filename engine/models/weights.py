@@ -236,13 +236,14 @@ def load_layer(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    rank: Rank = WHOLE_MODEL,
 ) -> tuple[LayerWeights, dict[str, Tensor]]:
-    """Load one layer alone, and other tensors, by field, that are never quantised.
+    """Load one rank's part of one layer, and of other tensors, by field, that are never quantised.
 
     Raises ConfigError as `load_weights` does.
     """
     files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(beside))
-    allocation = _Allocation(spec, dtype=dtype, device=device, rank=WHOLE_MODEL)
+    allocation = _Allocation(spec, dtype=dtype, device=device, rank=rank)
     weights, others = allocation.layer(layer), allocation.dense(beside)
     _fill(files, allocation.destinations, device)
     return weights, others

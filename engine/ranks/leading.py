@@ -8,6 +8,9 @@ follows from the plans alone, so its tokens are the leader's. That is checked: e
 the followers report a digest of the plan and its tokens, and the leader gives the step's result out
 only when all agree. Results of other steps a follower throws away.
 
+Where a model drafts, its passes go the same way, between the steps (`LeadingPasses`). They are not
+compared: other drafts would show in the tokens of the step that verifies them.
+
 With DP attention a follower has rows that the leader has not. It reports the results of each step,
 and the leader gives out those of all ranks together.
 
@@ -23,7 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.core import Executor, PendingStep
+from engine.core import DraftingExecutor, Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.asides import Aside, AsideAnswer, AsideAnswers
@@ -43,6 +46,18 @@ class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     plan: StepPlan
     is_compared: bool
+
+
+class Draft(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: launch this pass of the model that drafts next."""
+
+    plan: StepPlan
+
+
+class GiveDrafts(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: what that pass drew is this draft of its rows."""
+
+    place: int
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -78,7 +93,7 @@ class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(Launch | Compile | Aside | Stop)
+_orders = msgspec.msgpack.Decoder(Launch | Draft | GiveDrafts | Compile | Aside | Stop)
 _reports = msgspec.msgpack.Decoder(StepDigest | ResultPiece | AsideAnswer | RankFailure)
 _results = msgspec.msgpack.Decoder(StepResult)
 _PIECE_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of a `ResultPiece`
@@ -206,7 +221,11 @@ class RankReports:
 
 
 class StepCounts:
-    """How many steps of rank 0 were launched and have ended; others read it from any thread."""
+    """How many steps of rank 0 were launched and have ended; others read it from any thread.
+
+    Passes of a model that drafts are steps, too. They all end in the order of their launches, so
+    one that was waited for has ended all before it.
+    """
 
     def __init__(self) -> None:
         self.num_launched = 0
@@ -236,14 +255,19 @@ class LeadingExecutor:
         self._compare_every = compare_every
         self._patience_s = patience_s
         self._steps = steps or StepCounts()
+        self._num_launched = 0
+
+    def lead_drafts(self, executor: DraftingExecutor) -> "LeadingPasses":
+        """The executor of rank 0 that drafts for this one's rows, led likewise."""
+        return LeadingPasses(executor, self._ring, self._steps)
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises WorkerError when a follower is dead or has been stuck for too long."""
-        self._steps.num_launched += 1
-        is_compared = self._steps.num_launched % self._compare_every == 0 and not plan.of_ranks
+        self._num_launched += 1
+        is_compared = self._num_launched % self._compare_every == 0 and not plan.of_ranks
         message = _encoder.encode(Launch(plan, is_compared))
         self._ring.write(message)
-        pending: PendingStep = _CountedStep(self._executor.launch(plan), self._steps)
+        pending = _launch_counted(self._executor, plan, self._steps)
         if plan.of_ranks:
             return _JoinedStep(plan, pending, self._reports, self._patience_s)
         if not is_compared:
@@ -259,12 +283,42 @@ class LeadingExecutor:
         self._ring.write(_encoder.encode(Stop()))
 
 
-class _CountedStep:
-    """A step that counts as ended once it was waited for."""
+class LeadingPasses:
+    """The `DraftingExecutor` of rank 0: the followers launch its passes between the same steps."""
 
-    def __init__(self, pending: PendingStep, steps: StepCounts) -> None:
+    def __init__(self, executor: DraftingExecutor, ring: PlanRing, steps: StepCounts) -> None:
+        self._executor = executor
+        self._ring = ring
+        self._steps = steps
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._executor.max_in_flight
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Raises WorkerError as `LeadingExecutor.launch` does."""
+        self._ring.write(_encoder.encode(Draft(plan)))
+        return _launch_counted(self._executor, plan, self._steps)
+
+    def give_drafts(self, place: int) -> None:
+        """Raises WorkerError as `launch` does."""
+        self._ring.write(_encoder.encode(GiveDrafts(place)))
+        self._executor.give_drafts(place)
+
+
+def _launch_counted(executor: Executor, plan: StepPlan, steps: StepCounts) -> PendingStep:
+    steps.num_launched += 1
+    return _CountedStep(executor.launch(plan), steps, steps.num_launched)
+
+
+class _CountedStep:
+    """A step that counts as ended, with all before it, once it was waited for."""
+
+    def __init__(self, pending: PendingStep, steps: StepCounts, number: int) -> None:
+        """number: among all that were launched, from 1."""
         self._pending = pending
         self._steps = steps
+        self._number = number
 
     @property
     def is_done(self) -> bool:
@@ -272,7 +326,7 @@ class _CountedStep:
 
     def wait(self) -> StepResult:
         result = self._pending.wait()
-        self._steps.num_ended += 1
+        self._steps.num_ended = max(self._steps.num_ended, self._number)
         return result
 
 
@@ -347,8 +401,9 @@ class _Followed:
     """A step in flight; `message` = it is compared, `joined` = its number among all ranks'."""
 
     step: PendingStep
-    message: bytes | None
+    message: bytes | None = None
     joined: int | None = None
+    is_draft: bool = False
 
 
 class Follower:
@@ -361,13 +416,16 @@ class Follower:
         compile_ahead: Callable[[Constraint], object],
         on_step_end: Callable[[], object] | None = None,
         begin_aside: Callable[[Aside], object] | None = None,
+        drafts: DraftingExecutor | None = None,
     ) -> None:
         """compile_ahead: begins to compile a constraint, and does not wait.
 
         on_step_end: called after each step, soon; None = nobody waits for the end of a step.
         begin_aside: begins what the leader asks for beside the steps; None = it asks for nothing.
+        drafts: of a model that drafts for `executor`; None = the leader has none either.
         """
         self._executor = executor
+        self._drafts = drafts
         self._ring = ring
         self._compile_ahead = compile_ahead
         self._on_step_end = on_step_end
@@ -392,12 +450,27 @@ class Follower:
                     assert self._begin_aside is not None, "the leader knows that none is asked for"
                     self._begin_aside(aside)
                 case Launch(plan, is_compared):
-                    while len(self._in_flight) >= MAX_IN_FLIGHT:
-                        self._finish_oldest()
-                    step = self._executor.launch(plan)
-                    compared = message if is_compared else None
-                    joined = plan.step if plan.of_ranks else None
-                    self._in_flight.append(_Followed(step, compared, joined))
+                    self._launch(plan, message if is_compared else None)
+                case Draft(plan):
+                    self._launch_pass(plan)
+                case GiveDrafts(place):
+                    assert self._drafts is not None, "the leader has a model that drafts"
+                    self._drafts.give_drafts(place)
+
+    def _launch(self, plan: StepPlan, compared: bytes | None) -> None:
+        self._leave_in_flight(MAX_IN_FLIGHT - 1, is_draft=False)
+        step, joined = self._executor.launch(plan), plan.step if plan.of_ranks else None
+        self._in_flight.append(_Followed(step, compared, joined))
+
+    def _launch_pass(self, plan: StepPlan) -> None:
+        assert self._drafts is not None, "the leader has a model that drafts"
+        self._leave_in_flight(self._drafts.max_in_flight - 1, is_draft=True)
+        self._in_flight.append(_Followed(self._drafts.launch(plan), is_draft=True))
+
+    def _leave_in_flight(self, num_left: int, *, is_draft: bool) -> None:
+        """Ends the oldest until so many passes, or other steps, are left at most."""
+        while [one.is_draft for one in self._in_flight].count(is_draft) > num_left:
+            self._finish_oldest()
 
     def _next(self) -> bytes:
         """Waits for a message, and ends steps that somebody waits for as soon as they are done.

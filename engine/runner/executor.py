@@ -127,6 +127,16 @@ class Executor:
         self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
+    @property
+    def comm(self) -> Comm:
+        """To the other ranks that launch the same plans."""
+        return self._comm
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be launched and not waited for."""
+        return self._num_in_flight
+
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
         self._keeper = keeper

@@ -190,16 +190,19 @@ class TwoBatches:
 
         contexts: of its halves, each with its own `lane`. chosen: `BatchPart.chosen` of both, if
         only their hidden states are wanted; None = all, or each row's last where contexts say so.
+        What the model exports must be of no layer.
         """
         schedule, stages = self._decode if split.is_decode else self._prompts
         if contexts[0].exchanges:
             assert self._exchange is not None, "the model has no operations for it"
             schedule, stages = self._exchange
-        x = self._model.embed(input_ids, contexts[0].comm)
+        x, lines_of = self._model.embed(input_ids, contexts[0].comm), chosen
+        if self._model.exports_all:
+            lines_of = (None, None)
         flows = [
             Flow(ctx=ctx, x=half, slots=ctx.slots, chosen=lines, checks_finite=checks_finite)
             for ctx, half, lines in zip(
-                contexts, (x[: split.token], x[split.token :]), chosen, strict=True
+                contexts, (x[: split.token], x[split.token :]), lines_of, strict=True
             )
         ]
         drive(stages, flows, self._lanes, lag=schedule.lag, annotate=self._annotate)
@@ -207,7 +210,7 @@ class TwoBatches:
         hidden = first.hidden
         if contexts[0].last is not None:  # a cut row's last token is the second half's
             hidden = hidden[: split.row]
-        return ForwardResult(
+        result = ForwardResult(
             hidden=torch.cat((hidden, second.hidden)),
             is_finite=(
                 None
@@ -215,6 +218,15 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
+        return self._model.exporting(result, _of_whole(chosen, split))
+
+
+def _of_whole(chosen: Sequence[Tensor | None], split: BatchSplit) -> Tensor | None:
+    """Both halves' tokens, counted from the first half's first."""
+    first, second = chosen
+    if first is None or second is None:
+        return None
+    return torch.cat((first, second + split.token))
 
 
 def first_half(step: AttentionStep, split: BatchSplit, block_size: int) -> AttentionStep:

@@ -66,6 +66,7 @@ def warm_up(
         needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
         if (
             len(rows) <= num_rows
+            and max(row.num_tokens for row in rows) <= max_row_tokens
             and needed_blocks <= num_blocks
             and sum(row.num_new_tokens for row in rows) <= max_tokens
         ):

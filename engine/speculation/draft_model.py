@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.core import Executor, PendingStep
+from engine.core import DraftingExecutor, PendingStep
 from engine.plan import NEWEST, RowAdmission, StepPlan, given
 from engine.request import Request, RequestKey, SamplingParams
 
@@ -139,26 +139,26 @@ class DraftModel:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: DraftingExecutor,
         *,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
         max_tokens: int,
         now_s: Callable[[], float],
-        give_drafts: Callable[[int], None] | None = None,
+        can_propose_ahead: bool = False,
     ) -> None:
         """num_blocks, block_size: of the target's cache and of both stores. max_tokens: of a pass.
 
-        max_model_len: of the draft model; longer requests get no drafts. give_drafts: see
-        `Executor.give_drafts`; None = the drafts must come to the host.
+        max_model_len: of the draft model; longer requests get no drafts. can_propose_ahead: the
+        executor gives drafts to the target's steps; else they must come to the host.
         """
         self._executor = executor
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._max_tokens = max_tokens
         self._now_s = now_s
-        self._give_drafts = give_drafts
+        self._can_propose_ahead = can_propose_ahead
         self._unsettled: list[_Proposal] = []  # whose passes were not waited for
         self._seats: dict[RequestKey, _Seat] = {}
         self._released_rows: list[int] = []
@@ -169,6 +169,14 @@ class DraftModel:
         self._pass_s = _FIRST_PASS_S
         self._spent_s = 0.0
         self.num_computed_tokens = 0  # since the start
+
+    @property
+    def executor(self) -> DraftingExecutor:
+        return self._executor
+
+    def wrap_executor(self, wrap: Callable[[DraftingExecutor], DraftingExecutor]) -> None:
+        """Wrap the executor; call it before the first pass."""
+        self._executor = wrap(self._executor)
 
     @property
     def pass_s(self) -> float:
@@ -197,10 +205,10 @@ class DraftModel:
 
     @property
     def can_propose_ahead(self) -> bool:
-        return self._give_drafts is not None
+        return self._can_propose_ahead
 
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
-        assert self._give_drafts is not None, "the drafts must come to the host"
+        assert self._can_propose_ahead, "the drafts must come to the host"
         for earlier in self._unsettled:
             self._settle(earlier, 0)
         proposal = _Proposal(
@@ -212,7 +220,7 @@ class DraftModel:
         drafting = places = self._first_pass(proposal.asked, proposal)
         num_drawn = 0
         while places:
-            self._give_drafts(num_drawn)
+            self._executor.give_drafts(num_drawn)
             num_drawn += 1
             if places := proposal.going_on(places, num_drawn):
                 self._next_pass(places, num_drawn, proposal)

@@ -30,10 +30,10 @@ class LocalPair:
 
     def __init__(self, config: AppConfig) -> None:
         self._ready: list[HandoffReady] = []
-        self.prefill, self.decode = (
-            build_engine(config, "pair", MonotonicClock(), self._note, BLOCK_KEY, role=role)
-            for role in _ROLES
-        )
+        self.prefill, self.decode = (self.build(config, role) for role in _ROLES)
+
+    def build(self, config: AppConfig, role: Role) -> Engine:
+        return build_engine(config, "pair", MonotonicClock(), self._note, BLOCK_KEY, role=role)
 
     def _note(self, event: OutgoingEvent) -> None:
         if isinstance(event, HandoffReady):
@@ -62,14 +62,11 @@ class LocalPair:
         return [found[key] for key in keys]
 
     def _move(self, event: HandoffReady, spec: RequestSpec, prompt: Sequence[int]) -> list[int]:
-        source, target = self.prefill.kv_store, self.decode.kv_store
         request = _request(event.key, spec, prompt)
         self.decode.hasher.extend(request)
         block_ids = self.decode.shared_cache.allocate(len(event.block_ids))
         assert block_ids is not None, "the decode side has no room"
-        moved = source.gather(event.block_ids)
-        target.scatter(block_ids, moved.view(-1).view(torch.uint8))
-        assert target.digest(block_ids) == source.digest(event.block_ids)
+        self.copy(event.block_ids, block_ids)
         self.prefill.outgoing.release(event.key)
         request.block_ids = block_ids
         request.num_computed_tokens = request.num_known_tokens
@@ -77,6 +74,13 @@ class LocalPair:
         request.num_emitted_tokens += 1
         self.decode.shared_scheduler.join(request)
         return block_ids
+
+    def copy(self, block_ids: Sequence[int], there: Sequence[int]) -> None:
+        """Copy blocks of the prefill side to those of the decode side, and check them."""
+        source, target = self.prefill.kv_store, self.decode.kv_store
+        moved = source.gather(block_ids)
+        target.scatter(there, moved.view(-1).view(torch.uint8))
+        assert target.digest(there) == source.digest(block_ids)
 
 
 def _request(key: RequestKey, spec: RequestSpec, prompt: Sequence[int]) -> Request:

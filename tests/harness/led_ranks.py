@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
+from engine.build import Engine
 from engine.core import Executor
 from engine.layers.context import Comm
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
@@ -20,15 +21,20 @@ def follow(
     name: str,
     is_exact: bool,
     fault: str | None,
-    build: Callable[..., Executor],
+    build: Callable[..., Executor | Engine],
     *args: object,
 ) -> str:
     """All that another rank does; returns how it ended."""
     with planted(fault), snapped_mixtures() if is_exact else nullcontext():
-        executor = build(comm, *args)
+        built = build(comm, *args)
+        executor, drafts, shared = built, None, None
+        if isinstance(built, Engine):
+            executor, drafts = built.executor, built.drafting_executor
+            shared = built.kv_store.shared
+        on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
         try:
-            Follower(executor, ring, lambda _: None).run()
+            Follower(executor, ring, lambda _: None, on_step_end, drafts=drafts).run()
         except RingError as error:
             return str(error)
         finally:
@@ -42,18 +48,20 @@ class LedRanks:
     def __init__(
         self,
         ranks: RankProcesses,
-        build: Callable[..., Executor],
+        build: Callable[..., Executor | Engine],
         *args: Any,
         is_exact: bool = False,
         fault: str | None = None,
     ) -> None:
-        """build: of a rank's communication and `args`. fault: of theirs, see `planted`.
+        """build: of a rank's communication and `args`; an engine, if it drafts or moves blocks.
 
+        fault: of theirs, see `planted`.
         is_exact: their mixtures compute as those of `exact_models`.
         """
         self.ranks = ranks
         self.ends: list[RankEnd] = []
         self.has_ended = threading.Event()
+        self.steps = StepCounts()
         self._given = is_exact, fault, build, *args
         self._leading: LeadingExecutor | None = None
         self._ring: PlanRing
@@ -72,9 +80,21 @@ class LedRanks:
         reports = RankReports(self._ring, size, self._note)
         reports.start()
         self._leading = LeadingExecutor(
-            executor, self._ring, reports, compare_every=1, patience_s=TIMEOUT_S
+            executor,
+            self._ring,
+            reports,
+            compare_every=1,
+            patience_s=TIMEOUT_S,
+            steps=self.steps,
         )
         return self._leading
+
+    def lead_engine(self, engine: Engine) -> None:
+        """As `lead`, with what drafts there."""
+        engine.core.wrap_executor(self.lead)
+        if engine.draft_model is not None:
+            assert self._leading is not None, "it leads now"
+            engine.draft_model.wrap_executor(self._leading.lead_drafts)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)

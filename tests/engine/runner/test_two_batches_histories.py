@@ -16,14 +16,8 @@ from engine.request import SamplingParams
 from engine.runner.graphs import OverlapStatistics
 from tests.engine.ranks.exact_models import snapped_mixtures
 from tests.engine.ranks.rank_stories import EVERY_STEP
-from tests.engine.speculation.guessed_engines import (
-    Asked,
-    exact_arithmetic,
-    guess,
-    run,
-    save_exact_model,
-    start_exact,
-)
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
+from tests.engine.speculation.guessed_engines import Asked, guess, run, save_exact_model
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE
 

@@ -97,12 +97,15 @@ def by_text(proposals: list[tuple[list[int], list[int]]]) -> dict[tuple[int, ...
 
 
 def assert_same_drafts(
-    ones: list[tuple[list[int], list[int]]], others: list[tuple[list[int], list[int]]]
+    ones: list[tuple[list[int], list[int]]],
+    others: list[tuple[list[int], list[int]]],
+    *,
+    num_at_least: int = 50,
 ) -> None:
     """After equal texts. How often a row drafts hangs on how long steps take, and is not judged."""
     first, second = by_text(ones), by_text(others)
     both = first.keys() & second.keys()
-    assert len(both) > 50
+    assert len(both) > num_at_least
     differ = [text for text in both if first[text] != second[text]]
     assert not differ, f"{len(differ)} of {len(both)} drafts differ, the first after {differ[0]}"
 

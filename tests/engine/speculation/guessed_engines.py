@@ -1,26 +1,16 @@
 """Engines whose drafts come from a test: of an exact small model, or of the shipped one."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
-
-from configs.load import load_config
-from engine.build import Engine, build_engine
-from engine.clock import MonotonicClock
+from engine.build import Engine
 from engine.kv.cache import check_blocks
-from engine.kv.transfer import OutgoingEvent
-from engine.models.llama import CausalLM
-from engine.models.registry import build_model
 from engine.request import Request, SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
-from kernels.ops import Ops
-from tests.engine.ranks.exact_models import CPU, SnappingOps, save_whole_numbers
+from tests.engine.ranks.exact_models import save_whole_numbers
 from tests.harness.drafters import Guesser
 from tests.harness.in_process import Answer, answer
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
@@ -43,62 +33,11 @@ def with_shared_prefix(seed: int, kinds: Sequence[Kind]) -> list[Asked]:
     ]
 
 
-def _exact_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float,
-) -> torch.Tensor:
-    """In float64 and rounded to 1/8, so that another order of sums gives the same bits."""
-    scores = q.double() @ k.double().transpose(-1, -2) * scale
-    if attn_mask is not None:
-        scores = scores + attn_mask.double()
-    elif is_causal:
-        scores = scores + torch.full_like(scores[..., :, :], -torch.inf).triu(1)
-    return (torch.round(scores.softmax(-1) @ v.double() * 8) / 8).float()
-
-
-@contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """Attention ends on a grid, so that all later sums are exact: any batch gives the same bits."""
-    with patch.object(torch.nn.functional, "scaled_dot_product_attention", _exact_attention):
-        yield
-
-
 def save_exact_model(
     folder: Path, architecture: str = "LlamaForCausalLM", *, seed: int, **settings: object
 ) -> None:
     save_model(folder, architecture, seed=seed, **settings)
     save_whole_numbers(folder, seed)
-
-
-def exact_model(folder: Path, ops: Ops | None = None) -> CausalLM:
-    """ops: instead of those that end on a grid."""
-    return build_model(folder, dtype=torch.float32, device=CPU, ops=ops or SnappingOps())
-
-
-def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) -> Engine:
-    """An engine of a model of whole numbers; step it within `exact_arithmetic`.
-
-    ops: instead of those that end on a grid, for models of other numbers.
-    """
-    dotted: dict[str, object] = {
-        "model.path": str(folder),
-        "cache.num_blocks": 256,
-        "cache.block_size": 4,
-        "scheduler.max_num_seqs": 6,
-        "scheduler.max_num_batched_tokens": 32,
-        "speculation.drafter": "ngram",
-        "speculation.adaptive": False,
-        **{key.replace("__", "."): value for key, value in overrides.items()},
-    }
-    if dotted["speculation.drafter"] == "none":
-        del dotted["speculation.adaptive"]
-    config, model = load_config(None, dotted), exact_model(folder, ops)
-    return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model)
 
 
 def guess(
@@ -143,7 +82,3 @@ def assert_same(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
         for ours_, theirs_ in zip(our.records, their.records, strict=True):
             assert (ours_.index, ours_.stop_token_id) == (theirs_.index, theirs_.stop_token_id)
             assert ours_.logprobs == theirs_.logprobs
-
-
-def _no_handoff(event: OutgoingEvent) -> None:
-    raise AssertionError(f"a unified engine hands nothing over: {event}")

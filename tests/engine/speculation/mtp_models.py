@@ -40,6 +40,20 @@ def save_mtp_model(folder: Path, *, seed: int, **settings: object) -> None:
     edit_config(folder, num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1)
 
 
+def make_guessable(folder: Path, seed: int, strength: float) -> None:
+    """The more, the more a token alone says which one follows, in the model and in its layer."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    generator = torch.Generator().manual_seed(seed)
+    follows = torch.randperm(len(embedding), generator=generator)
+    tensors["lm_head.weight"][follows] = embedding
+    tensors["model.embed_tokens.weight"] = strength * embedding
+    join = tensors[f"{_PREFIX}eh_proj.weight"]
+    join[:, : len(join)] += 16 * strength * torch.eye(len(join))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 class PlainMtp:
     """The published formula around transformers' decoder layer; it has no such module itself."""
 

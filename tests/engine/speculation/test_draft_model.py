@@ -14,14 +14,8 @@ from engine.scheduling.drafting import Drafting
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import FixedDrafts
-from tests.engine.speculation.guessed_engines import (
-    Asked,
-    assert_same,
-    exact_arithmetic,
-    run,
-    save_exact_model,
-    start_exact,
-)
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
+from tests.engine.speculation.guessed_engines import Asked, assert_same, run, save_exact_model
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -153,14 +147,6 @@ def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     [
         ({"speculation.drafter": "draft_model"}, "needs the folder"),
         ({"speculation.drafter": "ngram", "speculation.model_path": "x"}, "nothing else reads"),
-        (
-            {
-                "speculation.drafter": "draft_model",
-                "speculation.model_path": "x",
-                "workers.tensor_parallel_size": 2,
-            },
-            "not split over ranks",
-        ),
         (
             {
                 "speculation.drafter": "draft_model",

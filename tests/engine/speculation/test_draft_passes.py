@@ -21,6 +21,13 @@ class NotingExecutor:
         self.plans.append(plan)
         return NotedStep(plan, self)
 
+    @property
+    def max_in_flight(self) -> int:
+        raise AssertionError("nobody asks")
+
+    def give_drafts(self, place: int) -> None:
+        raise AssertionError("drafts come to the host")
+
 
 @dataclass
 class NotedStep:

@@ -22,15 +22,8 @@ from kernels.attention.phased import PhasedAttention
 from kernels.guesses import GuessedLines
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.speculation.eagle_heads import save_head
-from tests.engine.speculation.guessed_engines import (
-    Asked,
-    assert_same,
-    exact_arithmetic,
-    exact_model,
-    run,
-    save_exact_model,
-    start_exact,
-)
+from tests.engine.speculation.exact_engines import exact_arithmetic, exact_model, start_exact
+from tests.engine.speculation.guessed_engines import Asked, assert_same, run, save_exact_model
 from tests.engine.speculation.verify_graphs import ExactRows
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE, save_model

@@ -24,13 +24,12 @@ from tests.engine.speculation.eagle_heads import (
     record_proposals,
     save_head,
 )
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
-    exact_arithmetic,
     run,
     save_exact_model,
-    start_exact,
     with_shared_prefix,
 )
 from tests.engine.speculation.verify_graphs import capture_verification

@@ -1,15 +1,31 @@
 """What a drafter reads travels with a prompt's KV: the decode side drafts as one worker would."""
 
+import asyncio
 import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from actors.kv_transfer.contracts import StagedPiece
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_pieces import RankPieces
 from configs.load import load_config
+from configs.schema import AppConfig
+from engine.build import Engine
+from engine.layers.context import SINGLE_RANK
+from engine.messages import Role
 from engine.request import SamplingParams
 from load_tests.testbed.local_handoff import LocalPair
+from tests.engine.ranks.exact_models import save_whole_numbers
+from tests.engine.speculation.drafting_stories import exact_drafts, start_drafting
 from tests.engine.speculation.eagle_heads import save_head
-from tests.engine.speculation.mtp_models import save_mtp_model
+from tests.engine.speculation.guessed_engines import Kind, with_shared_prefix
+from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
 from tests.harness.in_process import answer, start_engine
+from tests.harness.led_ranks import LedRanks
+from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -52,4 +68,59 @@ def test_tokens_and_drafts_behind_a_handoff_are_those_of_one_worker(
     there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert there.num_drafted > 40
+    assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0
+
+
+class _PairOverRanks(LocalPair):
+    """One side is of two ranks, and their pieces move through host memory."""
+
+    def __init__(self, led: LedRanks, shared: Role, folder: str, settings: dict[str, Any]) -> None:
+        self._led, self._shared = led, shared
+        self._given = folder, settings
+        super().__init__(load_config(None, {}))
+        led.lead_engine(self.prefill if shared == "prefill" else self.decode)
+
+    def build(self, config: AppConfig, role: Role) -> Engine:
+        comm = self._led.ranks.comm if role == self._shared else SINGLE_RANK
+        return start_drafting(comm, *self._given, role, self._note)
+
+    def copy(self, block_ids: Sequence[int], there: Sequence[int]) -> None:
+        asyncio.run(self._copy(block_ids, there))
+
+    async def _copy(self, block_ids: Sequence[int], there: Sequence[int]) -> None:
+        source, target = self._pieces(self.prefill), self._pieces(self.decode)
+        piece = await source.read(block_ids)
+        target.fence()
+        moved: StagedPiece[Any] = StagedPiece(data=piece.data, digests=piece.digests)
+        assert await target.write(there, moved), "digests differ"
+
+    def _pieces(self, engine: Engine) -> KvPieces | RankPieces:
+        if not engine.rank_stores:
+            return KvPieces(engine.kv_store, num_threads=1)
+        return RankPieces(engine.rank_stores, self._led.steps, TIMEOUT_S, num_threads=1)
+
+
+@pytest.mark.parametrize("shared", ["prefill", "decode"])
+def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worker(
+    shared: Role, tmp_path: Path
+) -> None:
+    """What the layer reads is the same on every rank, and moves with the heads of any of them."""
+    print("seed", SEED)
+    folder = tmp_path / "model"
+    save_mtp_model(folder, seed=SEED)
+    save_whole_numbers(folder, SEED)
+    make_guessable(folder, SEED, strength=512)
+    kinds: list[Kind] = [{"temperature": 0.0}, {"temperature": 1.2}]
+    asked = with_shared_prefix(SEED, kinds)
+    # A pass computes both prompts, so that drafts begin at the same token.
+    settings = {"cache__num_blocks": 64, "scheduler__max_num_batched_tokens": 72}
+    with RankProcesses(2, tmp_path) as ranks, exact_drafts():
+        one = start_drafting(SINGLE_RANK, str(folder), settings)
+        expected = [found.tokens for found in answer(one, asked)]
+        with LedRanks(ranks, start_drafting, str(folder), settings, shared) as led:
+            pair = _PairOverRanks(led, shared, str(folder), settings)
+            assert [found.tokens for found in pair.answer(asked)] == expected
+    there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
+    assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
+    assert there.num_accepted > 0
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from engine.request import SamplingParams
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
-    exact_arithmetic,
     guess,
     run,
     save_exact_model,
-    start_exact,
 )
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE

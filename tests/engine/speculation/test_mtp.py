@@ -15,14 +15,8 @@ from kernels.reference import TorchOps
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.ranks.exact_models import save_whole_numbers, snapped_mixtures
 from tests.engine.speculation.eagle_heads import DRAFTS, greedy_proposals, record_proposals
-from tests.engine.speculation.guessed_engines import (
-    Kind,
-    assert_same,
-    exact_arithmetic,
-    run,
-    start_exact,
-    with_shared_prefix,
-)
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
+from tests.engine.speculation.guessed_engines import Kind, assert_same, run, with_shared_prefix
 from tests.engine.speculation.mtp_models import NUM_LAYERS, plain_mtp, save_mtp_model
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
@@ -120,7 +114,6 @@ def test_a_layer_that_is_not_whole_is_named(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"workers.tensor_parallel_size": 2}, "not split over ranks"),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
         ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
         ({"speculation.model_path": "x"}, "nothing else reads it"),

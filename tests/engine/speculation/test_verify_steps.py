@@ -14,14 +14,13 @@ from engine.runner.split_decodes import split_of
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.attention.reference import ReferenceAttention
+from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
-    exact_arithmetic,
     guess,
     run,
     save_exact_model,
-    start_exact,
 )
 from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.in_process import Answer

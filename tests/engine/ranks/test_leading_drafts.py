@@ -1,0 +1,105 @@
+"""Passes of a model that drafts, led and followed among the steps; without a ring's memory."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.plan import StepPlan, StepResult
+from engine.ranks.leading import Follower, LeadingExecutor, StepCounts
+
+
+@dataclass
+class Line:
+    """Both ends of a ring: what one side writes the other one reads."""
+
+    messages: deque[bytes] = field(default_factory=deque)
+
+    def write(self, message: bytes) -> None:
+        self.messages.append(message)
+
+    def read(self, timeout_s: float | None = None) -> bytes:
+        return self.messages.popleft()
+
+
+@dataclass
+class Noting:
+    """An executor that takes notes; `name` says whose plans they are."""
+
+    name: str
+    events: list[str]
+    max_in_flight: int = 2
+
+    def launch(self, plan: StepPlan) -> "NotedStep":
+        self.events.append(f"{self.name} {plan.step}")
+        return NotedStep(f"{self.name} {plan.step}", plan.step, self.events)
+
+    def give_drafts(self, place: int) -> None:
+        self.events.append(f"give {place}")
+
+
+@dataclass
+class NotedStep:
+    name: str
+    step: int
+    events: list[str]
+
+    @property
+    def is_done(self) -> bool:
+        raise AssertionError("nobody asks")
+
+    def wait(self) -> StepResult:
+        self.events.append(f"wait {self.name}")
+        return StepResult(step=self.step, tokens=[], logprobs=[], is_finite=[])
+
+
+def _plan(step: int) -> StepPlan:
+    return StepPlan(
+        step=step,
+        rows=[0],
+        num_new_tokens=[1],
+        num_computed_tokens=[0],
+        num_logits=[1],
+        num_samples=[1],
+        new_block_ids=[[]],
+    )
+
+
+def _lead(line: Any, steps: StepCounts, events: list[str]) -> list[Any]:
+    """A step, three passes, whose drafts are given, and the step after: all in flight."""
+    leading = LeadingExecutor(
+        Noting("step", events), line, None, compare_every=64, patience_s=1.0, steps=steps
+    )  # type: ignore[arg-type]
+    passes = leading.lead_drafts(Noting("pass", events, max_in_flight=4))
+    launched: list[Any] = [leading.launch(_plan(0))]
+    for number in range(3):
+        launched.append(passes.launch(_plan(number)))
+        passes.give_drafts(number)
+    launched.append(leading.launch(_plan(1)))
+    leading.stop()
+    return launched
+
+
+def test_a_follower_launches_passes_where_the_leader_does() -> None:
+    line, ours, theirs = Line(), list[str](), list[str]()
+    launched = _lead(line, StepCounts(), ours)
+    follower: Any = line
+    drafts = Noting("pass", theirs, max_in_flight=2)
+    Follower(Noting("step", theirs), follower, print, drafts=drafts).run()
+    assert [event for event in theirs if "wait" not in event] == ours
+    assert theirs.index("wait pass 0") < theirs.index("pass 2")  # as many are in flight there
+    waited = [event for event in theirs if "wait" in event]
+    assert waited == [f"wait {name}" for name in ours if "give" not in name]
+    assert len(launched) == len(waited)
+
+
+def test_a_step_that_was_waited_for_has_ended_all_passes_before_it() -> None:
+    """Whoever moves blocks waits until other ranks have ended as many."""
+    steps = StepCounts()
+    first, *passes, last = _lead(Line(), steps, [])
+    assert (steps.num_launched, steps.num_ended) == (5, 0)
+    first.wait()
+    assert steps.num_ended == 1
+    last.wait()
+    assert steps.num_ended == 5
+    passes[0].wait()  # its drafts were given, so nobody was in a hurry
+    assert steps.num_ended == 5

@@ -1,0 +1,126 @@
+"""A model drafts over two GPUs, which share it: no answer changes, in graphs and without."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import Engine
+from engine.layers.context import Comm
+from engine.request import SamplingParams
+from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
+from tests.engine.speculation.mtp_models import save_mtp_model
+from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.led_ranks import LedRanks
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE, save_model
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+BASE: dict[str, Any] = {
+    "model__device": "cuda",
+    "model__deterministic": True,
+    "workers__num_gpus": 1,
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 24,
+}
+DRAFTS: dict[str, Any] = {
+    "speculation__adaptive": False,
+    "speculation__max_drafts": 3,
+    "speculation__max_temperature": 9.0,
+}
+MTP = {**DRAFTS, "speculation__drafter": "mtp"}
+GROUPED = {
+    "hidden_size": 512,
+    "intermediate_size": 736,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "dtype": torch.bfloat16,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("ranks"), "cuda") as started:
+        yield started
+
+
+def _build(comm: Comm, settings: dict[str, Any]) -> Engine:
+    return start_engine(comm, **settings)
+
+
+@contextmanager
+def _shared(ranks: RankProcesses, settings: dict[str, Any]) -> Iterator[Engine]:
+    with LedRanks(ranks, _build, settings) as led:
+        engine = _build(ranks.comm, settings)
+        led.lead_engine(engine)
+        yield engine
+
+
+def _work(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(3)
+    work = []
+    for number in range(count):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
+        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
+        work.append((prompt, rng.choice((GREEDY, drawn))))
+    return work
+
+
+def _tokens(engine: Engine) -> list[list[int]]:
+    return [found.tokens for found in answer(engine, _work(30))]
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["parts of experts", "whole ones"])
+def test_a_layer_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
+    expert_parallel: bool, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
+    save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
+    settings = {
+        **BASE,
+        "model__path": str(tmp_path),
+        "workers__expert_parallel": expert_parallel,
+    }
+    with _shared(ranks, settings) as plain:
+        expected = _tokens(plain)
+    proposals = []
+    for graphs in (True, False):
+        with _shared(ranks, settings | MTP | {"execution__cuda_graphs": graphs}) as engine:
+            proposals.append(record_proposals(engine))
+            assert _tokens(engine) == expected
+            assert engine.core.scheduler.draft_counts.num_drafted > 200
+    assert_same_drafts(*proposals)
+
+
+@pytest.mark.parametrize("max_graph_tokens", [0, 64])
+def test_drafts_that_no_host_reads_are_right_on_both_gpus(
+    max_graph_tokens: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Of a draft model equal to the target; steps and passes are launched ahead."""
+    save_model(tmp_path, "Qwen3ForCausalLM", seed=6, **GROUPED)
+    settings = {**BASE, "model__path": str(tmp_path), "scheduler__overlap": True}
+    drafts = {
+        **DRAFTS,
+        "speculation__drafter": "draft_model",
+        "speculation__model_path": str(tmp_path),
+        "speculation__max_graph_tokens": max_graph_tokens,
+    }
+    with _shared(ranks, settings) as plain:
+        expected = _tokens(plain)
+    with _shared(ranks, settings | drafts) as engine:
+        assert engine.draft_model is not None
+        assert engine.draft_model.can_propose_ahead
+        assert _tokens(engine) == expected
+        counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted == counts.num_drafted > 200
