@@ -15,9 +15,9 @@ A preempted request goes back to `waiting` and recomputes here, whatever the rol
 that the step completed to the prefix index and appends what it sampled. One earlier plan may be in
 flight: the token that a row samples there is the one it computes next. If that token will be its
 last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
-next step is dropped. A row with drafts (`drafting`) may wait for its token instead, and no other row
-waits with it; so does one with a constraint, in a worker that drafts. Knows no tensors, no Ray and
-no text.
+next step is dropped. A row with drafts (`drafting`) may wait for its token instead, and no other
+row waits with it; so does one with a constraint, in a worker that drafts. Knows no tensors, no Ray
+and no text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -17,6 +17,7 @@ from engine.plan import StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
+from engine.scheduling.drafting import Drafting
 from engine.speculation.draft_model import DraftModel
 from kernels.attention.phased import PhasedAttention
 from kernels.guesses import GuessedLines
@@ -56,6 +57,12 @@ def _asked(kinds: tuple[dict[str, Any], ...], seed: int) -> list[Asked]:
         )
         for kind in kinds
     ]
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays hangs on how long steps take here; rows ahead are what is tested."""
+    monkeypatch.setattr(Drafting, "pays_to_wait", lambda *_: False)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +110,7 @@ def _start(folder: Path, drafter: str, path: Path, *, way: str, **overrides: obj
         speculation__drafter=drafter,
         speculation__model_path=str(path),
         speculation__max_temperature=9.0,
-        **{"speculation__max_drafts": 3, **overrides},
+        **{"speculation__max_drafts": 3, "speculation__adaptive": False, **overrides},
     )
     if way != "made true":
         for executor in (engine.executor, _drafter(engine)._executor):
