@@ -5,8 +5,9 @@
 
 With overlap the host's work hides behind the device's: when step n ends, step n + 1 is queued.
 Requests get the same tokens either way. `StepTimes` records the host's time in each of the four
-phases. With overlap, a `wait` near zero means that the host is the bottleneck. Knows no torch (the
-executor is an argument) and no Ray.
+phases. With overlap, a `wait` near zero means that the host is the bottleneck, unless `launch` has
+waited: where a row with a constraint needs its newest token. Knows no torch (the executor is an
+argument) and no Ray.
 """
 
 import time

@@ -6,8 +6,7 @@
 
 A request passes these states in this order each time it gets a row, and may be removed from any of
 them. Each step plans all `decodes` as columns of an array that is rebuilt when a request joins or
-leaves. Knows the size of a block and nothing else of
-blocks, and no tensors.
+leaves. Knows the size of a block and nothing else of blocks, and no tensors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
