@@ -216,9 +216,12 @@ def test_preemption_changes_no_answer(tokenizing: Tokenizing) -> None:
 
 
 def test_answers_are_the_same_whether_steps_overlap(tokenizing: Tokenizing) -> None:
-    """A constrained row is planned before its newest token is known, and told of it in time."""
+    """A constrained row is planned before its newest token is known, and told of it in time.
+
+    Blocks are so few that rows are preempted, and get their constraints anew.
+    """
     prompt, word, draw = prompt_of(tokenizing), prompt_of(tokenizing, "self"), random.Random(SEED)
-    limits = [
+    limits: list[dict[str, Any]] = [
         {"constraint": Constraint(ConstraintKind.REGEX, "[ab]{3}-[0-9]{2,9}")},
         {"constraint": by_schema(random_schema(draw)), "frequency_penalty": 0.7},
         {"constraint": by_schema(random_schema(draw)), "logprobs": 2},
@@ -227,16 +230,22 @@ def test_answers_are_the_same_whether_steps_overlap(tokenizing: Tokenizing) -> N
             "banned_sequences": (tuple(word), tuple(prompt[:1])),
             "stop_token_ids": tuple(prompt[1:3]),
         },
-        {},
+        *[{"ignore_eos": True}] * 2,
     ]
     requests = [
         (prompt, SamplingParams(**{"max_tokens": 40, "seed": draw.randrange(999)} | given))
         for given in limits * 2
     ]
+    room: dict[str, Any] = {
+        "cache__block_size": 4,
+        "cache__num_blocks": 20,
+        "model__max_model_len": 80,
+    }
     found = []
     for overlap in (False, True):
-        engine = start_engine(scheduler__overlap=overlap, scheduler__max_num_seqs=5)
+        engine = start_engine(scheduler__overlap=overlap, scheduler__max_num_seqs=5, **room)
         found.append([(one.tokens, one.finish) for one in answer(engine, requests)])
+        assert engine.core.scheduler.statistics().num_preemptions > 0, f"seed {SEED}"
     assert found[0] == found[1]
 
 
