@@ -20,7 +20,7 @@ from load_tests.testbed.channel_ends import End, SendingProcess
 # Of `KvPieces`: whole, from the event loop.
 _PIECE_CALLS = ("read", "to_host", "write", "pull")
 # Of the same, in a thread.
-_THREAD_CALLS = ("queue_load", "queue_take", "_pull")
+_THREAD_CALLS = ("queue_load", "queue_take", "pull_digests")
 # Of the store, in a thread: queued on the device, not waited for.
 _STORE_CALLS = ("index", "queue_digests", "queue_write")
 
