@@ -212,11 +212,6 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
             " every rank needs a GPU of its own; set it to 1, which is per rank"
         )
-    if size > 1 and workers.prefill > 0 and config.handoff.channel == "nccl_pair":
-        return (
-            f"handoff.channel: nccl_pair with workers.tensor_parallel_size {size} is not supported:"
-            " it connects stores of one rank; set it to auto, cuda_ipc, gloo_pair or object_store"
-        )
     return None
 
 

@@ -179,7 +179,7 @@ class ReceivingConnector(KvConnector):
 def pull_heads(engine: Engine, rank: Rank) -> Work:
     """What a rank of a decode worker, not the first, does for its handoffs."""
     part = part_of(rank, engine.whole_layout)
-    return RankPuller(part, KvPieces(engine.kv_store)).do
+    return RankPuller(part, KvPieces(engine.kv_store), index=rank.index).do
 
 
 def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:

@@ -6,7 +6,8 @@ Rank 0 of the receiver alone decides. It asks every rank of its worker (engine/r
     pull    a piece: each rank copies its heads into its own store, and digests them there
     drop    the channel is closed
 
-So of equal sizes each rank pulls from one, and bytes go between the two GPUs of a pair only. A rank
+So of equal sizes each rank pulls from one, and bytes go between the two GPUs of a pair only; where
+several of the sender's ranks hold a head, those of the receiver that hold it take turns. A rank
 answers with its digests, one a block: its terms of the whole block's. Rank 0 adds the terms up and
 compares their sum with the sender's; of ranks that hold the same heads it compares term by term.
 
@@ -65,9 +66,12 @@ _orders = msgspec.msgpack.Decoder(MapSource | PullBlocks | DropSource)
 class RankPuller:
     """One rank's part; called from any thread."""
 
-    def __init__(self, part: KvPart, pieces: KvPieces, map_offer: MapStore = map_tensor) -> None:
-        """pieces: of this rank's store, which holds `part`."""
+    def __init__(
+        self, part: KvPart, pieces: KvPieces, map_offer: MapStore = map_tensor, *, index: int = 0
+    ) -> None:
+        """pieces: of this rank's store, which holds `part`. index: of the rank in its worker."""
         self._part = part
+        self._index = index
         self._pieces = pieces
         self._map_offer = map_offer
         self._sources: dict[int, RankSources] = {}
@@ -85,7 +89,7 @@ class RankPuller:
 
     def _map(self, offer: RanksOffer, floor_gb_s: float) -> RankSources:
         """Raises UnfitError if a store cannot be read, or not fast enough."""
-        needed = [one for one in offer.ranks if _overlap(one.part, self._part)]
+        needed = self._one_of_each(offer.ranks)
         try:
             stores = [(one.part, self._map_one(one)) for one in needed]
             if floor_gb_s > 0:
@@ -93,6 +97,14 @@ class RankPuller:
         except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
             raise UnfitError(f"the sender's KV stores cannot be read: {error}") from error
         return RankSources(stores)
+
+    def _one_of_each(self, ranks: Sequence[RankOffer]) -> list[RankOffer]:
+        """A rank of the sender for each part with heads of this one's."""
+        holders: dict[int, list[RankOffer]] = {}  # by the part's first head
+        for one in ranks:
+            if _overlap(one.part, self._part):
+                holders.setdefault(one.part.first_head, []).append(one)
+        return [those[self._index % len(those)] for those in holders.values()]
 
     def _map_one(self, offer: RankOffer) -> Tensor:
         *outer, _, width = self._part.whole.block_shape

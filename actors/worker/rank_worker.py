@@ -139,7 +139,7 @@ class RankWorker:
         if self._beside is None:
             return None
         rank = Rank(self._place.rank, self._place.size)
-        return AsideThreads(self._ring, self._beside(engine, rank)).begin
+        return AsideThreads(self._ring, self._beside(engine, rank), self._fail).begin
 
     def _on_silence(self, _: int) -> None:
         self._end_leader(0.0, "stands still")
@@ -152,7 +152,7 @@ class RankWorker:
         _exit(EXIT_FAILED)
 
     def _fail(self, error: Exception) -> None:
-        """The model could not be loaded: rank 0 lives on, to say so."""
+        """Ends, and rank 0 with it; while the model loads, that one lives on to say why."""
         self._tell(error)
         _exit(EXIT_FAILED)
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from engine.errors import HandoffError, WorkerError
-from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader, RingError
+from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +101,13 @@ class Asides:
 class AsideThreads:
     """Another rank's side: does what is asked in threads of its own."""
 
-    def __init__(self, ring: PlanRingReader, work: Work) -> None:
+    def __init__(
+        self, ring: PlanRingReader, work: Work, on_failure: Callable[[Exception], object]
+    ) -> None:
+        """on_failure: ends this rank when it cannot answer, or rank 0 would wait for ever."""
         self._ring = ring
         self._work = work
+        self._on_failure = on_failure
         self._answering = threading.Lock()  # the parts of one answer after the other
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 
@@ -122,8 +126,8 @@ class AsideThreads:
             error = f"{type(failure).__name__}: {failure}"
         try:
             self._answer(aside.number, data, error)
-        except RingError as failure:
-            logger.info("nobody waits for an answer: %s", failure)
+        except Exception as failure:  # noqa: BLE001 - any
+            self._on_failure(failure)
 
     def _answer(self, number: int, data: bytes, error: str) -> None:
         with self._answering:

@@ -500,7 +500,7 @@ class Follower:
             self._on_step_end()
         if followed.message is not None:
             digest = StepDigest(result.step, _digest(followed.message, result))
-            self._ring.report(_encoder.encode(digest))
+            self._ring.report_in_turn(_encoder.encode(digest))  # answers may fill the socket
         if followed.joined is not None and result.tokens:
             self._report_result(followed.joined, result)
 

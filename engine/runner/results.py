@@ -200,6 +200,7 @@ class PendingStep:
         self._embeddings = None if left.embeddings is None else _to_host(left.embeddings)
         self._prompt = left.prompt.map(_to_host) if left.prompt else None
         self._written = left.written
+        self._drawn: NDArray[np.int32] | None = None  # [S]  once the step was waited for
         flags = left.is_finite_token
         self._is_finite_token = None if flags is None else _to_host(flags)
         slot.timer.stop()
@@ -210,13 +211,15 @@ class PendingStep:
         return self._slot.timer.is_done
 
     def wait_drawn(self, rows: Sequence[int]) -> list[int]:
-        """Block until the step has ended; what it drew for rows that sample once. Before `wait`.
+        """Block until the step has ended; what it drew for rows that sample once.
 
-        Returns a token or `NOT_FINITE` for each of `rows`.
+        May be called after `wait`: a rank that follows ends its steps when it likes. Returns a
+        token or `NOT_FINITE` for each of `rows`.
         """
-        self._slot.timer.wait()
-        row_list = self._batch.sampled_row_list
-        by_row = dict(zip(row_list, self._slot.drawn(len(row_list)).tolist(), strict=True))
+        if self._drawn is None:
+            self._slot.timer.wait()
+        drawn = self._take_drawn().tolist()
+        by_row = dict(zip(self._batch.sampled_row_list, drawn, strict=True))
         return [by_row[row] for row in rows]
 
     def wait(self) -> StepResult:
@@ -229,7 +232,7 @@ class PendingStep:
         sampled_places = self._batch.plan_rows[self._batch.sampling]
         # [R]  by plan row
         drawn = np.full(self._batch.num_rows, _NOT_SAMPLED, dtype=np.int32)
-        drawn[sampled_places] = self._slot.drawn(len(sampled_places))
+        drawn[sampled_places] = self._take_drawn()
         self._slots.give_back(self._slot)
         if self._is_finite_token is not None:
             drawn[~self._finite_chunks(self._is_finite_token)] = NOT_FINITE
@@ -252,10 +255,16 @@ class PendingStep:
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
 
+    def _take_drawn(self) -> NDArray[np.int32]:
+        """[S]  what the step, which has ended, drew; its slot may be another step's afterwards."""
+        if self._drawn is None:
+            self._drawn = self._slot.drawn(len(self._batch.sampling)).copy()
+        return self._drawn
+
     def _with_drafts(self, duration_s: float) -> StepResult:
         """The result of a step in which some rows have drafts, and perhaps several samples."""
         places: list[int] = self._batch.plan_rows[self._batch.sampling].tolist()
-        drawn: list[int] = self._slot.drawn(len(places)).tolist()
+        drawn: list[int] = self._take_drawn().tolist()
         self._slots.give_back(self._slot)
         # The first sample of a row with drafts counts in any case; the others' records are cut.
         firsts: dict[int, int] = {}

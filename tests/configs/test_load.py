@@ -109,11 +109,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("workers: {num_gpus: 1}", ["num_gpus", "device cpu"]),
         ("workers: {tensor_parallel_size: 3}", ["workers.tensor_parallel_size", "1, 2, 4, 8"]),
         (
-            "workers: {decode_tensor_parallel_size: 2, prefill: 1, decode: 1, unified: 0}\n"
-            "handoff: {channel: nccl_pair}",
-            ["handoff.channel: nccl_pair", "tensor_parallel_size 2", "cuda_ipc"],
-        ),
-        (
             "workers: {decode_tensor_parallel_size: 2}",
             ["workers.decode_tensor_parallel_size", "no such workers", "set tensor_parallel_size"],
         ),

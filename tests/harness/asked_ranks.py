@@ -21,6 +21,7 @@ class AskedRanks:
         """works: of these ranks."""
         name = f"test-{uuid.uuid4().hex}"
         self.ends: list[RankEnd] = []
+        self.failures: list[Exception] = []  # of ranks that could not answer
         self._ring = PlanRing(name, len(works), PATIENCE_S)
         self._readers: dict[int, PlanRingReader] = {}
         self._threads = [
@@ -61,4 +62,5 @@ class AskedRanks:
     def _follow(self, name: str, rank: int, work: Work) -> None:
         ring = self._readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
         with suppress(RingError):  # of the rank that ends
-            Follower(NO_STEPS, ring, print, None, AsideThreads(ring, work).begin).run()
+            asides = AsideThreads(ring, work, self.failures.append)
+            Follower(NO_STEPS, ring, print, None, asides.begin).run()

@@ -92,7 +92,7 @@ class Pulls:
 
         part = part_of(Rank(rank, len(self.receiver.stores)), self.receiver.whole)
         pieces = KvPieces(self.receiver.stores[rank], num_threads=1)
-        return RankPuller(part, pieces, map_offer)
+        return RankPuller(part, pieces, map_offer, index=rank)
 
     def _offered(self) -> bytes:
         offers = [
@@ -150,6 +150,8 @@ class Moved:
         (4, 2, 4, [(0, 0), (1, 0), (2, 1), (3, 1)]),
         (4, 4, 2, [(0, 0), (0, 1), (1, 2), (1, 3)]),
         (1, 1, 2, [(0, 0), (1, 0)]),
+        (1, 2, 2, [(0, 0), (1, 1)]),
+        (2, 4, 2, [(0, 0), (1, 3)]),
     ],
 )
 def test_each_rank_pulls_from_the_ranks_that_have_its_heads(

@@ -2,13 +2,31 @@
 
 import random
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine.errors import HandoffError, WorkerError
-from engine.ranks.asides import Work
+from engine.plan import StepPlan, StepResult
+from engine.ranks.asides import Aside, AsideThreads, Work
+from engine.ranks.leading import Follower, LeadingExecutor, Stop
+from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from tests.harness.asked_ranks import PATIENCE_S, AskedRanks
+
+NO_REPORTS: Any = None
+NO_ROWS = StepPlan(
+    step=0,
+    rows=[],
+    num_new_tokens=[],
+    num_computed_tokens=[],
+    num_logits=[],
+    num_samples=[],
+    new_block_ids=[],
+)
 
 
 def says(rank: int) -> Work:
@@ -66,3 +84,59 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
             ranks.asides.ask(b"", own)
         may_end.set()
         assert [end.rank for end in ranks.ends] == [2]
+
+
+def test_a_rank_that_cannot_answer_ends() -> None:
+    """Else the first would wait for it for ever."""
+
+    class FullRing:
+        def report_in_turn(self, _: bytes) -> None:
+            raise RingError("read nothing")
+
+    failed, failures = threading.Event(), list[Exception]()
+
+    def end(failure: Exception) -> None:
+        failures.append(failure)
+        failed.set()
+
+    ring: Any = FullRing()
+    AsideThreads(ring, says(1), end).begin(Aside(0, b""))
+    assert failed.wait(PATIENCE_S)
+    assert [str(failure) for failure in failures] == ["read nothing"]
+
+
+class OneStep:
+    """An executor whose steps have ended at once."""
+
+    is_done = True
+
+    def launch(self, plan: StepPlan) -> "OneStep":
+        return self
+
+    def wait(self) -> StepResult:
+        return StepResult(step=0, tokens=[], logprobs=[], is_finite=[])
+
+
+def test_a_digest_of_a_step_waits_behind_answers_and_is_not_lost() -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    step, reports = OneStep(), list[bytes | None]()
+    with PlanRing(name, 1, PATIENCE_S) as ring:
+        accepting = threading.Thread(target=ring.accept, args=(PATIENCE_S,))
+        accepting.start()
+        with closing(PlanRingReader(name, 0, PATIENCE_S, PATIENCE_S)) as reader:
+            accepting.join()
+            num_answers = 0
+            with suppress(BlockingIOError):
+                while True:
+                    num_answers += reader._sock.send(bytes(50_000)) > 0
+            LeadingExecutor(step, ring, NO_REPORTS, compare_every=1, patience_s=PATIENCE_S).launch(
+                NO_ROWS
+            )
+            ring.write(msgspec.msgpack.encode(Stop()))
+            following = threading.Thread(target=Follower(step, reader, print).run)
+            following.start()
+            following.join(0.05)  # the digest waits, or is lost by now
+            while len(reports) <= num_answers and (told := ring.wait_reports(0.5)):
+                reports += [report for _, report in told]
+            following.join(PATIENCE_S)
+    assert len(reports) == num_answers + 1

@@ -103,6 +103,18 @@ def test_a_step_may_be_launched_before_the_one_it_continues_was_waited_for(
         assert [t for (t,) in by_row[row]] == _greedy(folder, prompt, 6)
 
 
+def test_what_a_step_drew_is_known_when_another_has_its_memory(model: CausalLM) -> None:
+    """A rank that follows may have waited for a step before the next one asks for its tokens."""
+    driver = StepDriver(model, seed=3)
+    driver.admit(0, [5, 6, 7])
+    first = driver.executor.launch(driver.plan({0: 3}, samples=True))
+    [[drawn]] = first.wait().tokens
+    other = (drawn + 1) % model.spec.vocab_size
+    driver.admit(1, [5, 6, 7], params=msgspec.structs.replace(GREEDY, logit_bias={other: 100.0}))
+    assert driver.sample({1: 3}).tokens == [[other]]
+    assert first.wait_drawn([0]) == [drawn]
+
+
 def test_results_come_in_plan_order_with_logprobs_where_asked(
     folder: Path, model: CausalLM
 ) -> None:
