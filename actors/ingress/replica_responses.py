@@ -86,7 +86,7 @@ class ReplicaResponses:
         if self.own.forget(owner, response_id):
             return
         if await self._ask(FORGET, owner, response_id) is None:
-            self.own.of(owner).forget(response_id)
+            self.own.of(owner).forget(response_id)  # says that there is none
 
     async def _ask(self, method: str, owner: str, response_id: str) -> bytes | None:
         """Returns what the replica answers that has a response; None = there is none.

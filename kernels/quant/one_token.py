@@ -48,6 +48,17 @@ def choose_config(num_rows: int) -> QuantConfig:
     return _CONFIG if num_rows >= _FEW_ROWS else replace(_CONFIG, block_n=8)
 
 
+def _begin(
+    x: Tensor, num_rows: int, num_columns: int, config: QuantConfig | None, *, gated: bool
+) -> tuple[QuantConfig, Tensor]:
+    """Checks what is given; returns the tiling and memory for the result."""
+    assert len(x) == 1, f"{len(x)} tokens"
+    check_inputs(x, num_columns)
+    cut = config or choose_config(num_rows)
+    assert cut.split_k == 1, "columns are not split"
+    return cut, x.new_empty((1, num_rows // 2 if gated else num_rows))
+
+
 @triton.jit
 def _sums(codes, x, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
     """codes [rows, columns], x [columns]; returns the sums of 16 columns, [rows, columns / 16]."""
@@ -129,11 +140,7 @@ def fp8_one_token(
     Returns [1, N]; gated: silu(gate) * up, [1, N / 2], with rows of gate first in the weight.
     """
     num_rows, num_columns = weight.codes.shape
-    assert len(x) == 1, f"{len(x)} tokens"
-    check_inputs(x, num_columns)
-    cut = config or choose_config(num_rows)
-    assert cut.split_k == 1, "columns are not split"
-    y = x.new_empty((1, num_rows // 2 if gated else num_rows))
+    cut, y = _begin(x, num_rows, num_columns, config, gated=gated)
     use_pdl = pdl_supported(x.device)
     _fp8_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
         x,
@@ -258,12 +265,8 @@ def int4_one_token(
     Returns [1, N]; gated: silu(gate) * up, [1, N / 2], with rows of gate first in the weight.
     """
     num_rows, row_bytes = weight.packed.shape
-    assert len(x) == 1, f"{len(x)} tokens"
     assert supports_one_token(weight), f"{weight.codes}: floats of four bits"
-    check_inputs(x, 2 * row_bytes)
-    cut = config or choose_config(num_rows)
-    assert cut.split_k == 1, "columns are not split"
-    y = x.new_empty((1, num_rows // 2 if gated else num_rows))
+    cut, y = _begin(x, num_rows, 2 * row_bytes, config, gated=gated)
     use_pdl = pdl_supported(x.device)
     _int4_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
         x,

@@ -1,6 +1,5 @@
 """A model drafts over two GPUs, which share it: no answer changes, in graphs and without."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,13 @@ import torch
 
 from engine.build import Engine
 from engine.layers.context import Comm
-from engine.request import SamplingParams
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
+from tests.engine.speculation.gpu_work import mixed_work
 from tests.engine.speculation.mtp_models import save_mtp_model
-from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
-from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE, save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -67,18 +66,8 @@ def _shared(ranks: RankProcesses, settings: dict[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
-def _work(count: int) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(3)
-    work = []
-    for number in range(count):
-        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
-        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
-        work.append((prompt, rng.choice((GREEDY, drawn))))
-    return work
-
-
 def _tokens(engine: Engine) -> list[list[int]]:
-    return [found.tokens for found in answer(engine, _work(30))]
+    return [found.tokens for found in answer(engine, mixed_work(30))]
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["parts of experts", "whole ones"])

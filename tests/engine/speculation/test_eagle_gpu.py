@@ -1,6 +1,5 @@
 """An EAGLE-3 head on a GPU: no answer changes, with graphs and without; fp32 drafts are exact."""
 
-import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,15 +8,15 @@ import pytest
 import torch
 
 from demo_model.eagle_head import EagleHead
-from engine.request import SamplingParams
 from tests.engine.speculation.eagle_heads import (
     assert_same_drafts,
     greedy_drafts,
     record_proposals,
     save_head,
 )
+from tests.engine.speculation.gpu_work import mixed_work
 from tests.harness.in_process import GREEDY, answer, start_engine
-from tests.harness.tiny_models import VOCAB_SIZE, save_model
+from tests.harness.tiny_models import save_model
 
 pytestmark = pytest.mark.gpu
 
@@ -59,20 +58,10 @@ def _settings(folders: tuple[Path, Path], **overrides: object) -> dict[str, Any]
     return {**BASE, "model__path": str(target), **drafts, **overrides}
 
 
-def _work(count: int = 30) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(3)
-    work = []
-    for number in range(count):
-        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
-        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
-        work.append((prompt, rng.choice((GREEDY, drawn))))
-    return work
-
-
 def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path]) -> None:
     target, _ = folders
     plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
-    expected = [found.tokens for found in answer(plain, _work())]
+    expected = [found.tokens for found in answer(plain, mixed_work())]
     proposals = []
     for graphs in (True, False):
         engine = start_engine(
@@ -84,7 +73,7 @@ def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path])
             )
         )
         proposals.append(record_proposals(engine))
-        assert [found.tokens for found in answer(engine, _work())] == expected
+        assert [found.tokens for found in answer(engine, mixed_work())] == expected
     assert_same_drafts(*proposals)
 
 
@@ -96,14 +85,14 @@ def test_no_answer_changes_where_drafts_stay_on_the_device(
 ) -> None:
     target, _ = folders
     plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
-    expected = [found.tokens for found in answer(plain, _work())]
+    expected = [found.tokens for found in answer(plain, mixed_work())]
     engine = start_engine(**_settings(folders, model__deterministic=True, **graphs))
     drafting = engine.core.scheduler.drafting
     assert drafting.drafter is not None
     with patch.object(
         drafting.drafter, "propose_ahead", wraps=drafting.drafter.propose_ahead
     ) as ahead:
-        assert [found.tokens for found in answer(engine, _work())] == expected
+        assert [found.tokens for found in answer(engine, mixed_work())] == expected
     assert any(num for (asked,), _ in ahead.call_args_list for _, _, num in asked)
     assert engine.core.scheduler.draft_counts.num_drafted > 200
 
@@ -119,7 +108,7 @@ def test_drafts_in_fp32_are_those_of_an_independent_head(folders: tuple[Path, Pa
         )
     )
     proposals = record_proposals(engine)
-    answer(engine, [(prompt, GREEDY) for prompt, _ in _work(6)])
+    answer(engine, [(prompt, GREEDY) for prompt, _ in mixed_work(6)])
     head = EagleHead.load(folder)
     assert len(proposals) > 30
     for tokens, drafts in proposals[::5]:
@@ -134,7 +123,7 @@ def test_a_handoff_between_two_gpu_stores_takes_features_along(
 
     settings = _settings(folders, model__deterministic=True)
     one = start_engine(**settings)
-    work = [(prompt, GREEDY) for prompt, _ in _work(6)]
+    work = [(prompt, GREEDY) for prompt, _ in mixed_work(6)]
     expected = [found.tokens for found in answer(one, work)]
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     pair = LocalPair(load_config(None, dotted))

@@ -1,17 +1,16 @@
 """A model's own layer drafts on a GPU: no answer changes, graphs or not; exact in fp32."""
 
-import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from engine.request import SamplingParams
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
+from tests.engine.speculation.gpu_work import mixed_work
 from tests.engine.speculation.mtp_models import plain_mtp, save_mtp_model
 from tests.harness.in_process import GREEDY, answer, start_engine
-from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE
+from tests.harness.tiny_models import LATENT_ON_GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -28,26 +27,16 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-def _work(count: int) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(3)
-    work = []
-    for number in range(count):
-        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
-        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
-        work.append((prompt, rng.choice((GREEDY, drawn))))
-    return work
-
-
 def test_no_answer_changes_and_graphs_draft_the_same(tmp_path: Path) -> None:
     sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
     save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
     settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
-    expected = [found.tokens for found in answer(start_engine(**settings), _work(30))]
+    expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(30))]
     proposals = []
     for graphs in (True, False):
         engine = start_engine(**settings, **DRAFTS, execution__cuda_graphs=graphs)
         proposals.append(record_proposals(engine))
-        assert [found.tokens for found in answer(engine, _work(30))] == expected
+        assert [found.tokens for found in answer(engine, mixed_work(30))] == expected
     assert_same_drafts(*proposals)
 
 
@@ -56,12 +45,12 @@ def test_steps_with_drafts_replay_graphs_and_change_no_answer(tmp_path: Path) ->
     sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
     save_mtp_model(tmp_path, seed=7, **{**sizes, "num_hidden_layers": 3})
     settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
-    expected = [found.tokens for found in answer(start_engine(**settings), _work(24))]
+    expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(24))]
     engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=96)
     graphs = engine.executor._graphs.verify
     assert graphs is not None
     with patch.object(graphs, "replay", wraps=graphs.replay) as replay:
-        assert [found.tokens for found in answer(engine, _work(24))] == expected
+        assert [found.tokens for found in answer(engine, mixed_work(24))] == expected
     assert replay.call_count > 10
 
 
@@ -76,7 +65,7 @@ def test_drafts_in_fp32_are_those_of_an_independent_layer(tmp_path: Path) -> Non
         model__attention__decode="reference",
     )
     proposals = record_proposals(engine)
-    answer(engine, [(prompt, GREEDY) for prompt, _ in _work(6)])
+    answer(engine, [(prompt, GREEDY) for prompt, _ in mixed_work(6)])
     assert len(proposals) > 30
     for tokens, drafts in proposals[::5]:
         assert drafts == plain_mtp(tmp_path).greedy_drafts(tokens, len(drafts)), tokens
