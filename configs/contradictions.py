@@ -259,15 +259,15 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
             f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
             " would have to cut their steps alike; set one of the two to false"
         )
-    if laps.enable_batch_prefill_cuda_graph or laps.batch_prefill_form == "grid":
+    if laps.batch_prefill_form == "grid":
         return (
-            f"{key}: only decode steps replay graphs with it; leave out"
-            " laps.enable_batch_prefill_cuda_graph and laps.batch_prefill_form"
+            f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
+            " other grids; leave the latter out, or set this to false"
         )
-    if config.execution.dual_stream_token_threshold or config.execution.expert_load_steps:
+    if config.execution.expert_load_steps:
         return (
-            f"{key}: with execution.dual_stream_token_threshold or expert_load_steps it is not"
-            " supported yet; set both to 0, or this to false"
+            f"{key}: with execution.expert_load_steps it is not supported yet, because a rank"
+            " counts its own rows alone; set it to 0, or this to false"
         )
     if config.model.deterministic:
         return (

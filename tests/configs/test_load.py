@@ -165,12 +165,12 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "enable_two_batch_overlap", "one of the two"],
         ),
         (
-            f"workers: {{{DP}}}\nlaps: {{enable_batch_prefill_cuda_graph: true}}",
-            ["workers.enable_dp_attention", "only decode steps", "leave out"],
+            f"workers: {{{DP}}}\nlaps: {{batch_prefill_form: grid}}",
+            ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
         ),
         (
             f"workers: {{{DP}}}\nexecution: {{expert_load_steps: 8}}",
-            ["workers.enable_dp_attention", "expert_load_steps", "set both to 0"],
+            ["workers.enable_dp_attention", "expert_load_steps", "set it to 0"],
         ),
         (
             f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",

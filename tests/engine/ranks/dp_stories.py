@@ -21,6 +21,7 @@ from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
+from engine.runner.graph_sizes import ragged_sizes
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.finish import FinishRules
@@ -41,8 +42,14 @@ _numbers = itertools.count()
 
 
 def build_executor(
-    comm: Comm, folder: Path, source: WeightSource, *, captures: bool
+    comm: Comm,
+    folder: Path,
+    source: WeightSource,
+    *,
+    captures: bool,
+    captures_prompts: bool = False,
 ) -> runner.Executor:
+    """captures_prompts: and shared experts are computed in a stream of their own."""
     model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
     spec = model.spec
     executor = runner.Executor(
@@ -56,8 +63,11 @@ def build_executor(
         attention=attention,
         comm=comm,
     )
+    if captures_prompts:
+        executor.compute_shared_beside(MAX_TOKENS)
     if captures:
-        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=None)
+        prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS) if captures_prompts else None
+        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=prompts)
     return executor
 
 
@@ -173,21 +183,30 @@ class DpEngine(LedRanks):
         folder: Path,
         *,
         captures: bool = False,
+        captures_prompts: bool = False,
         overlap: bool = False,
         fault: str | None = None,
     ) -> None:
         """fault: a mistake of the other ranks, see `planted`."""
-        super().__init__(ranks, _build_exact, folder, captures, is_exact=True, fault=fault)
+        given = folder, captures or captures_prompts, captures_prompts
+        super().__init__(ranks, _build_exact, *given, is_exact=True, fault=fault)
         self.engine: ExactEngine
-        self._build = partial(_build_exact, ranks.comm, folder, captures)
+        self.executor: runner.Executor
+        self._build = partial(_build_exact, ranks.comm, *given)
         self._overlap = overlap
 
     def __enter__(self) -> Self:
         super().__enter__()
         size = self.ranks.comm.rank.size
-        self.engine = ExactEngine(self.lead(self._build()), *_books(size), overlap=self._overlap)
+        self.executor = self._build()
+        leading = self.lead(self.executor)
+        self.engine = ExactEngine(leading, *_books(size), overlap=self._overlap)
         return self
 
 
-def _build_exact(comm: Comm, folder: Path, captures: bool) -> Executor:
-    return build_executor(comm, folder, DP_ATTENTION, captures=captures)
+def _build_exact(
+    comm: Comm, folder: Path, captures: bool, captures_prompts: bool
+) -> runner.Executor:
+    return build_executor(
+        comm, folder, DP_ATTENTION, captures=captures, captures_prompts=captures_prompts
+    )

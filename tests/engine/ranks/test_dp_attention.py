@@ -100,6 +100,21 @@ def test_tokens_and_scores_are_those_of_one_rank(
     assert len({str(said) for said in expected}) == len(_requests())
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_replay_graphs_of_prompts_together(
+    overlap: bool, two: RankProcesses, folder: Path
+) -> None:
+    """All ranks the same one: those that decode, those without rows; one may compute apart."""
+    expected = _answers_of_one_rank(folder)
+    with DpEngine(two, folder, captures_prompts=True, overlap=overlap) as shared:
+        assert _answers(shared.engine, _requests()) == expected
+        counts = shared.executor.statistics().prompt_steps
+    kinds = {_kinds(plan) for plan in shared.engine.plans}
+    assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
+    assert counts is not None
+    assert counts.num_replayed >= 3
+
+
 @pytest.mark.parametrize("captures", [False, True])
 def test_a_rank_without_rows_takes_part(captures: bool, two: RankProcesses, folder: Path) -> None:
     """In the first step, too, and in the only requests that its worker has."""
