@@ -249,10 +249,16 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
         )
-    if config.speculation.drafter != "none":
+    if config.speculation.drafter not in ("none", "ngram"):
         return (
-            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet;"
-            " set drafter to none, or this to false"
+            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet,"
+            " because what drafts would need rows on every rank; set ngram or none, or this to"
+            " false"
+        )
+    if config.speculation.max_graph_tokens > 0:
+        return (
+            f"{key}: with speculation.max_graph_tokens it is not supported yet, because ranks have"
+            " other numbers of drafts; set it to 0, or this to false"
         )
     if config.execution.enable_two_batch_overlap:
         return (

@@ -156,8 +156,12 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "not supported yet", "workers.unified"],
         ),
         (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram}}",
-            ["workers.enable_dp_attention", "ngram", "drafter to none"],
+            f"workers: {{{DP}}}\nspeculation: {{drafter: mtp}}",
+            ["workers.enable_dp_attention", "mtp", "set ngram or none"],
+        ),
+        (
+            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram, max_graph_tokens: 64}}",
+            ["workers.enable_dp_attention", "max_graph_tokens", "set it to 0"],
         ),
         (
             f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"

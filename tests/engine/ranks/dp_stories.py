@@ -24,8 +24,10 @@ from engine.runner import executor as runner
 from engine.runner.graph_sizes import ragged_sizes
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.drafter import Drafter, FixedDrafts
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.harness.fakes import RecordingHandoffQueue
@@ -38,6 +40,7 @@ NUM_BLOCKS = 24
 MAX_ROWS = 4
 MAX_TOKENS = 16  # of a step
 MAX_MODEL_LEN = 80
+MAX_DRAFTS = 3
 _numbers = itertools.count()
 
 
@@ -49,7 +52,10 @@ def build_executor(
     captures: bool,
     captures_prompts: bool = False,
 ) -> runner.Executor:
-    """captures_prompts: and shared experts are computed in a stream of their own."""
+    """captures_prompts: and shared experts are computed in a stream of their own.
+
+    Rows may have drafts.
+    """
     model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
     spec = model.spec
     executor = runner.Executor(
@@ -63,6 +69,7 @@ def build_executor(
         attention=attention,
         comm=comm,
     )
+    executor.allow_drafts(MAX_DRAFTS)
     if captures_prompts:
         executor.compute_shared_beside(MAX_TOKENS)
     if captures:
@@ -148,7 +155,9 @@ class ExactEngine:
         return [record.token_id for record in found]
 
 
-def _books(num_ranks: int) -> tuple[list[BlockCache], list[Scheduler], RequestHasher]:
+def _books(
+    num_ranks: int, drafting: Drafting | None = None
+) -> tuple[list[BlockCache], list[Scheduler], RequestHasher]:
     caches = [
         BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
         for _ in range(num_ranks)
@@ -163,6 +172,7 @@ def _books(num_ranks: int) -> tuple[list[BlockCache], list[Scheduler], RequestHa
             handoff_queue=RecordingHandoffQueue(),
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((), MAX_MODEL_LEN),
+            drafting=drafting,
         )
         for cache in caches
     ]
@@ -186,6 +196,7 @@ class DpEngine(LedRanks):
         captures_prompts: bool = False,
         overlap: bool = False,
         fault: str | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """fault: a mistake of the other ranks, see `planted`."""
         given = folder, captures or captures_prompts, captures_prompts
@@ -194,13 +205,16 @@ class DpEngine(LedRanks):
         self.executor: runner.Executor
         self._build = partial(_build_exact, ranks.comm, *given)
         self._overlap = overlap
+        policy = None if drafter is None else FixedDrafts(MAX_DRAFTS)
+        self._drafting = Drafting(drafter, policy, holds=overlap)
 
     def __enter__(self) -> Self:
         super().__enter__()
         size = self.ranks.comm.rank.size
         self.executor = self._build()
         leading = self.lead(self.executor)
-        self.engine = ExactEngine(leading, *_books(size), overlap=self._overlap)
+        books = _books(size, self._drafting)
+        self.engine = ExactEngine(leading, *books, overlap=self._overlap)
         return self
 
 

@@ -17,6 +17,7 @@ from engine.plan import StepPlan
 from engine.request import SamplingParams
 from tests.engine.ranks.dp_stories import BLOCK_SIZE, DpEngine, ExactEngine, engine_of_one_rank
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
+from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import save_model
 
@@ -113,6 +114,34 @@ def test_ranks_replay_graphs_of_prompts_together(
     assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
     assert counts is not None
     assert counts.num_replayed >= 3
+
+
+@pytest.mark.parametrize("captures_prompts", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_of_a_rank_change_no_token(
+    overlap: bool, captures_prompts: bool, two: RankProcesses, folder: Path
+) -> None:
+    """Some right and some wrong, of rows on one rank or on both, beside rows without any."""
+    alone, requests = engine_of_one_rank(folder), [*_requests(), (PROMPT, LONG), (PROMPT[3:], LONG)]
+    expected = _answers(alone, requests)
+    said = {
+        tuple(request[0]): alone.tokens(key)
+        for request, key in zip(requests, alone.records, strict=True)
+    }
+    guesser = Guesser(
+        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
+        vocab_size=131,
+        error_rate=0.3,
+    )
+    with DpEngine(
+        two, folder, captures_prompts=captures_prompts, overlap=overlap, drafter=guesser
+    ) as shared:
+        assert _answers(shared.engine, requests) == expected
+        counts = shared.engine.scheduler.drafting.counts
+    kinds = {tuple(bool(one.drafts) for one in plan.of_ranks) for plan in shared.engine.plans}
+    assert kinds >= {(True, False), (False, True), (False, False)}
+    assert 0 < counts.num_accepted < counts.num_drafted
+    assert not shared.engine.scheduler.drafting.kept_keys()
 
 
 @pytest.mark.parametrize("captures", [False, True])
