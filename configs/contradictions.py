@@ -270,11 +270,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
             f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
             " other grids; leave the latter out, or set this to false"
         )
-    if config.execution.expert_load_steps:
-        return (
-            f"{key}: with execution.expert_load_steps it is not supported yet, because a rank"
-            " counts its own rows alone; set it to 0, or this to false"
-        )
     if config.model.deterministic:
         return (
             f"{key}: with model.deterministic the order of sums would depend on the other ranks'"

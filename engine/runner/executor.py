@@ -296,6 +296,8 @@ class Executor:
             self._apply_rows(plan)
             if shared is not None and not plan.rows:
                 self._compute_idle(shared)
+                if self.expert_loads is not None:
+                    self.expert_loads.on_step()
                 return IdleStep(plan.step, self._slots, slot)
             computed = self._compute(plan, shared)
             if self._keeper is not None:

@@ -173,10 +173,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
         ),
         (
-            f"workers: {{{DP}}}\nexecution: {{expert_load_steps: 8}}",
-            ["workers.enable_dp_attention", "expert_load_steps", "set it to 0"],
-        ),
-        (
             f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",
             ["workers.enable_dp_attention", "model.deterministic", "one of the two"],
         ),

@@ -15,6 +15,7 @@ from engine.layers.row_exchange import Padding, RowExchange, choose_padding
 from engine.messages import TokenRecord
 from engine.plan import StepPlan
 from engine.request import SamplingParams
+from engine.runner.expert_load import ExpertLoads
 from tests.engine.ranks.dp_stories import BLOCK_SIZE, DpEngine, ExactEngine, engine_of_one_rank
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.harness.drafters import Guesser
@@ -142,6 +143,29 @@ def test_drafts_of_a_rank_change_no_token(
     assert kinds >= {(True, False), (False, True), (False, False)}
     assert 0 < counts.num_accepted < counts.num_drafted
     assert not shared.engine.scheduler.drafting.kept_keys()
+
+
+@pytest.mark.parametrize("captures_prompts", [False, True])
+def test_tokens_of_experts_are_those_of_all_ranks(
+    captures_prompts: bool, two: RankProcesses, folder: Path
+) -> None:
+    """Each token once, of whichever rank; padding never."""
+    with DpEngine(two, folder, captures_prompts=captures_prompts) as shared:
+        ours = shared.engine
+        loads = ExpertLoads(shared.executor.model, read_every=1, num_ranks=2)
+        shared.executor.expert_loads = loads
+        for rank, (prompt, max_tokens) in enumerate(((PROMPT, 4), (PROMPT[:5], 20))):
+            params = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
+            ours.add(prompt, params, rank=rank)
+        ours.run()
+        ours.add([3], msgspec.structs.replace(GREEDY, max_tokens=3), rank=1)
+        ours.run()  # the last step's is read behind it
+    assert loads.newest is not None
+    num_tokens = (
+        len(PROMPT) + 3 + 5 + 19 + 2
+    )  # all but the last token of each, and but the last step
+    num_active = shared.executor.model.spec.mixture.num_active
+    assert sum(loads.newest.counts[0]) == num_tokens * num_active
 
 
 @pytest.mark.parametrize("captures", [False, True])
