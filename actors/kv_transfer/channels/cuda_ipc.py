@@ -63,17 +63,18 @@ def offer_store(store: Tensor) -> bytes:
 
 
 class CudaIpcSender:
-    """The sending end: names blocks, and waits."""
+    """The sending end: names blocks, and waits. So it is wherever ranks get blocks themselves."""
 
-    def __init__(self, epoch: int, deadline_s: float) -> None:
+    def __init__(self, epoch: int, deadline_s: float, kind: ChannelKind = "cuda_ipc") -> None:
         self._epoch = epoch
         self._deadline_s = deadline_s
+        self._kind = kind
         self._next_seq = 0
         self._is_open = True
 
     @property
     def kind(self) -> ChannelKind:
-        return "cuda_ipc"
+        return self._kind
 
     @property
     def epoch(self) -> int:
@@ -82,7 +83,7 @@ class CudaIpcSender:
     async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
-        assert data is None or isinstance(data, StoredBlocks), "it carries blocks of a GPU"
+        assert data is None or isinstance(data, StoredBlocks), "it names blocks"
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         payload = [] if data is None else [list(data.block_ids)]
         return await acknowledged(asyncio.ensure_future(deliver(seq, payload)), self._deadline_s)
