@@ -9,6 +9,9 @@ sequence number. The piece's header goes by a call, the bytes beside it:
     gloo_pair     a 2-rank gloo group per (sender, receiver, epoch) over TCP (gloo_pair.py)
     object_store  bytes as an object in Ray's shared memory (object_store.py)
 
+With `handoff.pull_by_ranks` a channel of any kind only names blocks, and the ranks of the receiver
+get their heads from those of the sender (rank_pulls.py).
+
 Any failure ends a channel for good: it closes, and the next one has a higher epoch. Which kind is
 used is the sender's choice (channel_choice.py). Knows no requests, no reservations and no owners of
 blocks.
