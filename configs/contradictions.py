@@ -195,6 +195,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
     if (why := _expert_contradiction(config, size)) is not None:
         return why
+    sizes = [workers.num_ranks.get(role, 1) for role in ("prefill", "decode")]
+    if config.handoff.pull_by_ranks and max(sizes) == 1:
+        return (
+            "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
+            " workers.*tensor_parallel_size above 1, or this to false"
+        )
     if size > 1 and config.cache.host_gib > 0:
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"

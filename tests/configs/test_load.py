@@ -127,6 +127,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
         ),
         (
+            "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",
+            ["handoff.pull_by_ranks", "no prefill or decode worker", "or this to false"],
+        ),
+        (
             "workers: {tensor_parallel_size: 2, num_gpus: 2}\nmodel: {device: cuda}",
             ["workers.num_gpus: 2", "tensor_parallel_size 2", "set it to 1"],
         ),
