@@ -48,9 +48,7 @@ def joined_rows(PIECES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def add_joined(
-    acc, BLOCK_N: tl.constexpr, TERMS: tl.constexpr, BLOCK_M: tl.constexpr
-) -> tl.tensor:
+def add_joined(acc, BLOCK_N: tl.constexpr, TERMS: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """acc [BLOCK_N, TERMS * BLOCK_M]; returns the sum of its terms, [BLOCK_M, BLOCK_N]."""
     return tl.trans(tl.sum(tl.reshape(acc, (BLOCK_N, TERMS, BLOCK_M)), axis=1))
 
@@ -201,9 +199,7 @@ def _fp8_joined_kernel(
             )  # fmt: skip
 
 
-def choose_config(
-    num_tokens: int, num_rows: int, num_columns: int, num_sms: int
-) -> QuantConfig:
+def choose_config(num_tokens: int, num_rows: int, num_columns: int, num_sms: int) -> QuantConfig:
     """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
     block_m = int(triton.next_power_of_2(num_tokens))
     if num_tokens <= 16:
