@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import flash_attn_4
-from kernels.attention.flash_attn_4 import FlashAttention4, Reads, why_not
+from kernels.attention.flash_attn_4 import FlashAttention4, why_not
+from kernels.attention.gathering import Reads
 from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import build_attention
@@ -159,7 +160,7 @@ def test_the_way_is_chosen_by_history_and_block_size(
     library: _Library,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash_attn_4, "_MAX_GATHERED_KEYS", 200)
+    monkeypatch.setattr(flash_attn_4, "MAX_GATHERED_KEYS", 200)
     shape = replace(SHAPE, head_dim=head_dim)
     problem = build_problem(rows, shape, block_size=block_size, dtype=torch.float32)
     backend = _backend(problem)
