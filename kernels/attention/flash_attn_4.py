@@ -8,7 +8,9 @@ address for every key, but where a block is a tile, of 128 tokens.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,23 +236,40 @@ def _import_library() -> Callable[..., tuple[Tensor, Tensor | None]]:
             f"flash_attn.cute is installed and does not work: {error}; it needs nvidia-cutlass-dsl"
             " and quack-kernels of versions that go together"
         ) from error
-    _keep_compiled(interface, cache_utils)
+    _keep_compiled(interface, cache_utils, _CACHE.expanduser() / _cache_name())
     attend: Callable[..., tuple[Tensor, Tensor | None]] = interface.flash_attn_varlen_func
     return attend
 
 
-def _keep_compiled(interface: Any, cache_utils: Any) -> None:  # noqa: ANN401 - foreign modules
+def _keep_compiled(interface: Any, cache_utils: Any, folder: Path) -> None:  # noqa: ANN401 - foreign
     """Have the library keep compiled code on disk, which it does by itself only if asked to.
 
-    It tells code apart by its sources, the versions of the packages, the architecture and the form.
+    It tells code apart by its sources, the versions of most packages and the form. Raises
+    ValueError if it cannot write.
     """
     if cache_utils.CUTE_DSL_CACHE_ENABLED:
         return
     cache_utils.CUTE_DSL_CACHE_ENABLED = True
-    cache_utils.CUTE_DSL_CACHE_DIR = str(_CACHE.expanduser())
-    for name, function in (
-        ("fwd", interface._flash_attn_fwd),
-        ("tile_cumsum", interface._compute_tile_cumsum),
-        ("blocks_to_batch", interface._compute_blocks_to_batch),
-    ):
-        function.compile_cache = cache_utils.get_jit_cache(name)
+    cache_utils.CUTE_DSL_CACHE_DIR = str(folder)
+    try:
+        for name, function in (
+            ("fwd", interface._flash_attn_fwd),
+            ("tile_cumsum", interface._compute_tile_cumsum),
+            ("blocks_to_batch", interface._compute_blocks_to_batch),
+        ):
+            function.compile_cache = cache_utils.get_jit_cache(name)
+    except OSError as error:
+        raise ValueError(
+            f"compiled kernels of FlashAttention-4 cannot be kept: {error}; make that folder"
+            " writable, or set FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 and"
+            " FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to another one"
+        ) from error
+
+
+def _cache_name() -> str:
+    """What the library's keys lack: not all of them have the GPU, none has this package."""
+    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name())
+    try:
+        return f"{gpu}_quack-{importlib.metadata.version('quack-kernels')}"
+    except importlib.metadata.PackageNotFoundError:
+        return gpu
