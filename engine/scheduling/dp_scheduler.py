@@ -39,17 +39,20 @@ class RankOffer:
     """What a new request would find on one rank."""
 
     num_requests: int  # that wait or run
+    is_queue_full: bool
     num_tokens_before: int  # that are to be computed before it, and of itself without cached ones
     has_room: bool  # for its blocks, now
     num_available_blocks: int
 
 
 def choose_rank(offers: Sequence[RankOffer]) -> int:
-    """Where its prompt is computed first, among ranks that have few requests.
+    """Where its prompt is computed first, among ranks that take it and have few requests.
 
     A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
     """
-    fewest = min(offer.num_requests for offer in offers)
+    ranks = range(len(offers))
+    taking = [rank for rank in ranks if not offers[rank].is_queue_full] or ranks
+    fewest = min(offers[rank].num_requests for rank in taking)
     limit = fewest + 1 + fewest // _LEAD_SHARE
 
     def cost(rank: int) -> tuple[int, ...]:
@@ -61,8 +64,7 @@ def choose_rank(offers: Sequence[RankOffer]) -> int:
             -offer.num_available_blocks,
         )
 
-    candidates = [rank for rank, offer in enumerate(offers) if offer.num_requests <= limit]
-    return min(candidates, key=cost)
+    return min((rank for rank in taking if offers[rank].num_requests <= limit), key=cost)
 
 
 class DpScheduler:
@@ -88,7 +90,7 @@ class DpScheduler:
     # ---- entering and leaving -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request on a rank; CapacityError if that one's queue is full."""
+        """Queue a request on a rank; CapacityError if the queue of each is full."""
         if self._caches.of_rank[0].keeps_prefixes and not request.needs_whole_prompt:
             self._hasher.extend(request)
         ranks = range(len(self.of_rank))
@@ -96,12 +98,14 @@ class DpScheduler:
         self.of_rank[rank].add(request)
 
     def _offer(self, request: Request, rank: int) -> RankOffer:
-        counts, cache = self.of_rank[rank].statistics(), self._caches.of_rank[rank]
+        scheduler, cache = self.of_rank[rank], self._caches.of_rank[rank]
+        counts = scheduler.statistics()
         num_known, size = request.num_known_tokens, self._block_size
         num_hits = len(cache.match(request.block_hashes[: (num_known - 1) // size]))
         num_missing = -(-num_known // size) - num_hits
         return RankOffer(
             num_requests=counts.num_waiting + counts.num_running,
+            is_queue_full=scheduler.is_queue_full,
             num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,
             has_room=num_missing + counts.num_running <= cache.num_available,
             num_available_blocks=cache.num_available,
