@@ -35,7 +35,7 @@ _LEAD_SHARE = 4  # a rank may have a quarter more requests than the one with the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOffer:
+class RankLoad:
     """What a new request would find on one rank."""
 
     num_requests: int  # that wait or run
@@ -45,26 +45,26 @@ class RankOffer:
     num_available_blocks: int
 
 
-def choose_rank(offers: Sequence[RankOffer]) -> int:
+def choose_rank(loads: Sequence[RankLoad]) -> int:
     """Where its prompt is computed first, among ranks that take it and have few requests.
 
     A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
     """
-    ranks = range(len(offers))
-    taking = [rank for rank in ranks if not offers[rank].is_queue_full] or ranks
-    fewest = min(offers[rank].num_requests for rank in taking)
+    ranks = range(len(loads))
+    taking = [rank for rank in ranks if not loads[rank].is_queue_full] or ranks
+    fewest = min(loads[rank].num_requests for rank in taking)
     limit = fewest + 1 + fewest // _LEAD_SHARE
 
     def cost(rank: int) -> tuple[int, ...]:
-        offer = offers[rank]
+        load = loads[rank]
         return (
-            int(not offer.has_room),
-            offer.num_tokens_before,
-            offer.num_requests,
-            -offer.num_available_blocks,
+            int(not load.has_room),
+            load.num_tokens_before,
+            load.num_requests,
+            -load.num_available_blocks,
         )
 
-    return min((rank for rank in taking if offers[rank].num_requests <= limit), key=cost)
+    return min((rank for rank in taking if loads[rank].num_requests <= limit), key=cost)
 
 
 class DpScheduler:
@@ -94,16 +94,16 @@ class DpScheduler:
         if self._caches.of_rank[0].keeps_prefixes and not request.needs_whole_prompt:
             self._hasher.extend(request)
         ranks = range(len(self.of_rank))
-        rank = choose_rank([self._offer(request, rank) for rank in ranks])
+        rank = choose_rank([self._load(request, rank) for rank in ranks])
         self.of_rank[rank].add(request)
 
-    def _offer(self, request: Request, rank: int) -> RankOffer:
+    def _load(self, request: Request, rank: int) -> RankLoad:
         scheduler, cache = self.of_rank[rank], self._caches.of_rank[rank]
         counts = scheduler.statistics()
         num_known, size = request.num_known_tokens, self._block_size
         num_hits = len(cache.match(request.block_hashes[: (num_known - 1) // size]))
         num_missing = -(-num_known // size) - num_hits
-        return RankOffer(
+        return RankLoad(
             num_requests=counts.num_waiting + counts.num_running,
             is_queue_full=scheduler.is_queue_full,
             num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,

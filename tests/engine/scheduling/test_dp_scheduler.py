@@ -15,7 +15,7 @@ from engine.messages import FailureRecord, TokenRecord
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.dp_scheduler import DpScheduler, RankOffer, choose_rank
+from engine.scheduling.dp_scheduler import DpScheduler, RankLoad, choose_rank
 from engine.scheduling.scheduler import DEFAULT_LAPS
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.replica import (
@@ -214,8 +214,8 @@ def test_short_prompts_of_an_idle_gang_wait_for_others() -> None:
     assert not gang.core.waits_for_others
 
 
-def _offer(num_requests: int, num_tokens_before: int, *, has_room: bool = True) -> RankOffer:
-    return RankOffer(
+def _load(num_requests: int, num_tokens_before: int, *, has_room: bool = True) -> RankLoad:
+    return RankLoad(
         num_requests=num_requests,
         is_queue_full=False,
         num_tokens_before=num_tokens_before,
@@ -225,13 +225,13 @@ def _offer(num_requests: int, num_tokens_before: int, *, has_room: bool = True) 
 
 
 def test_a_request_goes_where_fewest_tokens_come_before_it() -> None:
-    assert choose_rank([_offer(3, 900), _offer(3, 100)]) == 1
-    assert choose_rank([_offer(3, 100), _offer(2, 100)]) == 1
-    assert choose_rank([_offer(3, 100, has_room=False), _offer(3, 900)]) == 1
+    assert choose_rank([_load(3, 900), _load(3, 100)]) == 1
+    assert choose_rank([_load(3, 100), _load(2, 100)]) == 1
+    assert choose_rank([_load(3, 100, has_room=False), _load(3, 900)]) == 1
 
 
 def test_a_prefix_does_not_draw_all_requests_to_its_rank() -> None:
-    assert choose_rank([_offer(1, 10), _offer(0, 5000)]) == 0
-    assert choose_rank([_offer(2, 10), _offer(0, 5000)]) == 1
-    assert choose_rank([_offer(51, 10), _offer(40, 5000)]) == 0
-    assert choose_rank([_offer(52, 10), _offer(40, 5000)]) == 1
+    assert choose_rank([_load(1, 10), _load(0, 5000)]) == 0
+    assert choose_rank([_load(2, 10), _load(0, 5000)]) == 1
+    assert choose_rank([_load(51, 10), _load(40, 5000)]) == 0
+    assert choose_rank([_load(52, 10), _load(40, 5000)]) == 1
