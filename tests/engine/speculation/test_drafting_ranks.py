@@ -46,7 +46,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print("seed", SEED)
     path = tmp_path_factory.mktemp("mtp")
     save_mtp_model(path, seed=SEED)
     save_whole_numbers(path, SEED)

@@ -64,7 +64,6 @@ def test_tokens_and_drafts_behind_a_handoff_are_those_of_one_worker(
     expected = [found.tokens for found in answer(one, asked)]
     pair = LocalPair(load_config(None, settings))
     assert [found.tokens for found in pair.answer(asked)] == expected
-    print("seed", SEED)
     there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert there.num_drafted > 40
@@ -105,7 +104,6 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
     shared: Role, tmp_path: Path
 ) -> None:
     """What the layer reads is the same on every rank, and moves with the heads of any of them."""
-    print("seed", SEED)
     folder = tmp_path / "model"
     save_mtp_model(folder, seed=SEED)
     save_whole_numbers(folder, SEED)
