@@ -107,12 +107,10 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    size = max(config.workers.num_ranks.values(), default=1)
-    if size > 1 and asked.drafter == "eagle3":
+    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap:
         return (
-            f"speculation.drafter: eagle3 with workers.tensor_parallel_size {size} is not"
-            " supported, because a head is not split over ranks; set ngram, draft_model or mtp,"
-            " or tensor_parallel_size to 1"
+            "execution.enable_two_batch_overlap: steps of two batches keep no states of inner"
+            " layers for speculation.drafter eagle3; set it to false, or another drafter"
         )
     if config.model.attention.mask is not None:
         return (
