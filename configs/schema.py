@@ -204,7 +204,7 @@ class SpeculationConfig(_Section, frozen=True):
     # ngram = what followed the same words before, in the request or in finished answers;
     # draft_model = what a smaller model of the same vocabulary says; eagle3 = what an EAGLE-3 head,
     # trained for the model, reads in its hidden states; mtp = what the model's own layer for that
-    # does (DeepSeek-V3, whose folder must have it). Over several ranks all but eagle3.
+    # does (DeepSeek-V3, whose folder must have it).
     drafter: Literal["none", "ngram", "draft_model", "eagle3", "mtp"] = "none"
     max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
     # Above this temperature a request gets no guesses, because too few would be right. One that
