@@ -36,9 +36,9 @@ OVERRIDES: dict[str, object] = {
 }
 
 
-@pytest.fixture(scope="module")
-def gangs(cluster: Cluster) -> Iterator[Application]:
-    application = cluster.run(NAME, OVERRIDES)
+@pytest.fixture(scope="module", params=[False, True], ids=["by rank 0", "by ranks"])
+def gangs(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Application]:
+    application = cluster.run(NAME, OVERRIDES | {"handoff.pull_by_ranks": request.param})
     yield application
     application.stop()
 
