@@ -70,11 +70,8 @@ ON_GPUS: dict[str, object] = {
     "workers.num_gpus": 1,
     "cache.num_blocks": 2048,
 }
-PHASES = (
-    "before a prompt",
-    "mid prompt",
-    "mid stream",
-)  # apart, a prompt's KV moves as it computes
+# Where prefill and decode are apart, a prompt's KV moves as it computes.
+PHASES = ("before a prompt", "mid prompt", "mid stream")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 HEADER = (
     "worker",
