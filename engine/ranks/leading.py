@@ -201,7 +201,10 @@ class RankReports:
         self._on_end(self._end)
 
     def _note(self, rank: int, report: bytes | None) -> None:
-        said = None if report is None else _reports.decode(report)
+        try:
+            said = None if report is None else _reports.decode(report)
+        except msgspec.MsgspecError as error:
+            said = RankFailure(f"it said what cannot be read: {error}", is_config=False)
         with self._changed:
             match said:
                 case StepDigest():
