@@ -77,7 +77,11 @@ class DpScheduler:
         hasher: BlockHasher,
         block_size: int,
     ) -> None:
-        """schedulers: one a rank, each over its cache in `caches`; none drafts or hands over."""
+        """schedulers: one a rank, each over its cache in `caches`; none hands over.
+
+        All have the same `Drafting`, whose books are of requests: what one rank's accept tells of
+        the others', too.
+        """
         assert len(schedulers) == len(caches.of_rank), "a scheduler and a cache for each rank"
         self.of_rank = schedulers
         self._caches = caches
@@ -170,12 +174,14 @@ class DpScheduler:
 
     @property
     def drafting(self) -> Drafting:
-        """No rank drafts."""
+        """Of all ranks."""
         return self.of_rank[0].drafting
 
     @property
     def is_held_for_drafts(self) -> bool:
-        return False
+        """Whether every rank with rows waits for a step in flight, so that the device does."""
+        running = [scheduler for scheduler in self.of_rank if scheduler.num_running > 0]
+        return bool(running) and all(scheduler.is_held_for_drafts for scheduler in running)
 
     @property
     def num_running(self) -> int:
