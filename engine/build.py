@@ -77,9 +77,7 @@ class Engine:
 
     spec: ModelSpec  # of the whole model
     layout: KvLayout  # of this rank's blocks: they hold its KV heads
-    whole_layout: (
-        KvLayout  # of blocks with the KV heads of all ranks: so they move to other workers
-    )
+    whole_layout: KvLayout  # of blocks with the heads of all ranks: so they move to other workers
     rank_stores: tuple[RankStore, ...]  # on rank 0 of several that move blocks; else ()
     max_model_len: int
     limits: Limits  # by which the scheduler was built, and what was chosen for `auto`

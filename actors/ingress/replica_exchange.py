@@ -80,7 +80,11 @@ class ReplicaExchange:
             await asyncio.sleep(EXCHANGE_EVERY_S)
 
     async def introduce(self) -> None:
-        """Returns when every list that others trust has this replica, if the allocator is there."""
+        """Returns when every list that others trust has this replica, if the allocator is there.
+
+        Without the wait another replica could answer 404 for a response that is stored here: it
+        may have asked for its list just before this replica was on the board.
+        """
         await self.exchange()
         await asyncio.sleep(FRESH_S)
 

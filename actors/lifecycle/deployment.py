@@ -25,6 +25,8 @@ VERSION = "0.1.0"
 HASH_DIGITS = 8
 BLOCK_KEY_BYTES = 32
 EDGE_ONLY = ("name", "edge", "api", "tracing")
+# Async actors serve many small calls and one long stream per ingress at a time.
+MAX_CONCURRENCY = 10_000
 
 
 class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,10 +141,6 @@ def _drafter_fingerprint(config: AppConfig) -> str:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"speculation.model_path: {path} has no config.json; correct the path")
     return _model_fingerprint(Path(path))
-
-
-# Async actors serve many small calls and one long stream per ingress at a time.
-MAX_CONCURRENCY = 10_000
 
 
 def worker_names(config: AppConfig, deployment_hash: str) -> dict[str, Role]:

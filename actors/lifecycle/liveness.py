@@ -24,6 +24,7 @@ from actors.lifecycle.placement_groups import leave_group
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.5
+MAX_UNANSWERED = 4  # calls in a row
 # Of the actors of Serve, which has no public name for it. Not imported from it: every actor has a
 # lifeline, and half of the time in which its process starts went into importing Serve.
 SERVE_NAMESPACE = "serve"
@@ -116,9 +117,6 @@ def has_supervisor(spec: DeploymentSpec) -> bool:
     except ValueError:
         return False
     return True
-
-
-MAX_UNANSWERED = 4  # calls in a row
 
 
 class LivenessTracker:

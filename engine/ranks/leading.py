@@ -214,7 +214,10 @@ class RankReports:
                 self._changed.notify_all()
 
     def _note(self, rank: int, report: bytes | None) -> None:
-        said = None if report is None else _reports.decode(report)
+        try:
+            said = None if report is None else _reports.decode(report)
+        except msgspec.MsgspecError as error:
+            said = RankFailure(f"it said what cannot be read: {error}", is_config=False)
         with self._changed:
             match said:
                 case StepDigest():

@@ -70,11 +70,8 @@ ON_GPUS: dict[str, object] = {
     "workers.num_gpus": 1,
     "cache.num_blocks": 2048,
 }
-PHASES = (
-    "before a prompt",
-    "mid prompt",
-    "mid stream",
-)  # apart, a prompt's KV moves as it computes
+# Where prefill and decode are apart, a prompt's KV moves as it computes.
+PHASES = ("before a prompt", "mid prompt", "mid stream")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 HEADER = (
     "worker",
@@ -312,14 +309,18 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     args = parser.parse_args()
+    planned = [
+        (deployment, sizes, cells)
+        for deployment, sizes in deployments(args.device, args.sizes)
+        if (cells := cells_of(sizes, args.only))
+    ]
+    if not planned:
+        parser.error("no cell is left: name other --sizes or --only, or take more GPUs")
     cases = draw_cases(random.Random(args.seed))
     cluster = Cluster.start()
     outcomes = []
     try:
-        for number, (deployment, sizes) in enumerate(deployments(args.device, args.sizes)):
-            cells = cells_of(sizes, args.only)
-            if not cells:
-                continue
+        for number, (deployment, sizes, cells) in enumerate(planned):
             system = System(cluster, f"gang-deaths-{number}", deployment)
             stages = {role: GangStage(system, cases, role, sizes) for role in sizes}
             for role, rank, name, phase in cells:

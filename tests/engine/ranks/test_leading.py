@@ -15,7 +15,7 @@ import pytest
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.ranks.leading import LeadingExecutor, RankEnd, RankReports
-from engine.ranks.plan_ring import PlanRing
+from engine.ranks.plan_ring import PlanRing, PlanRingReader
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from tests.engine.ranks.following_process import digest_of, make_replica
 from tests.engine.ranks.ring_ends import PATIENCE_S, ROOT
@@ -172,3 +172,21 @@ def test_a_rank_that_is_killed_is_told_of_at_once(rng: random.Random, victim: in
         assert ranks.ends == [RankEnd(rank=ranks.rank_of(followers[victim].pid), is_dead=True)]
         with pytest.raises(WorkerError, match="dead"):
             ranks.work(rng, 30)
+
+
+def test_a_report_that_cannot_be_read_is_the_end_of_its_rank() -> None:
+    """It would else be the end of the thread that notices deaths."""
+    name = f"test-{uuid.uuid4().hex}"
+    with PlanRing(name, 1, PATIENCE_S) as ring:
+        accepting = threading.Thread(target=ring.accept, args=(PATIENCE_S,))
+        accepting.start()
+        reader = PlanRingReader(name, 0, PATIENCE_S, PATIENCE_S)
+        accepting.join()
+        reports = RankReports(ring, 2, lambda _: None)
+        reports.start()
+        reader.report(b"\xc1")
+        end = reports.wait_end(5.0)
+        reader.close()
+    assert end is not None
+    assert end.rank == 1
+    assert "cannot be read" in end.reason

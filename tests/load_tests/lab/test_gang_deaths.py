@@ -8,6 +8,7 @@ import uuid
 import pytest
 
 from engine.ranks.plan_ring import PlanRing
+from load_tests.lab import gang_deaths
 from load_tests.lab.gang_deaths import Outcome, render
 from load_tests.testbed.traces import is_gone, left_of, rings_of
 
@@ -67,3 +68,19 @@ def test_a_ring_belongs_to_its_process_and_is_left_until_it_is_closed() -> None:
         assert rings_of([os.getpid()]) == left_of([f"@laps-ring-{name}"]) == {f"@laps-ring-{name}"}
         assert not rings_of([os.getppid()])
     assert not left_of([f"@laps-ring-{name}"])
+
+
+@pytest.mark.parametrize(
+    "options", [["--only", "no such phase"], ["--device", "cuda", "--sizes", "4", "8"]]
+)
+def test_a_run_without_a_cell_is_an_error(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It proves nothing, and would else end like one in which nothing was wrong."""
+    monkeypatch.setattr(sys, "argv", ["gang_deaths", *options])
+    monkeypatch.setattr(gang_deaths, "Cluster", None)
+    monkeypatch.setattr(gang_deaths, "draw_cases", None)
+    with pytest.raises(SystemExit) as ended:
+        gang_deaths.main()
+    assert ended.value.code == 2
+    assert "no cell" in capsys.readouterr().err
