@@ -76,6 +76,11 @@ class GuessedRows:
         """[max_samples, max_rows + 1]  as of `RowStates`."""
         return self._states.samples
 
+    @property
+    def shortfalls(self) -> Tensor:
+        """[max_rows + 1]  as of `RowStates`."""
+        return self._states.shortfalls
+
     def true_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with true numbers; waits for the device."""
         if not (plan.ahead or plan.open_ended):
