@@ -11,9 +11,9 @@ computes it is in flight. With overlapped steps it therefore takes part in every
 all are held, the device waits for the host. A drafter on the device proposes ahead: for the tokens
 that the step in flight will have given, whichever they are; so do n-grams that the device looks up
 (`engine/runner/row_texts.py`), once a request has drafts from the host. Its requests take part in
-every step, planned as if all drafts were right, and `commit` corrects what was counted. Held are then
-only those whose choice depends on their earlier tokens, whose last token may be in flight, or that are
-about to get their first drafts.
+every step, planned as if all drafts were right, and `commit` corrects what was counted. Held are
+then only those whose choice depends on their earlier tokens, whose last token may be in flight, or
+that are about to get their first drafts.
 
 Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
 device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows
