@@ -10,6 +10,8 @@
         configs/h200_unified_x4.yaml --model DIR/qwen3-8b --clients 8 --rates 64 96 --limits
         100,1000,50 --search
     python -m load_tests.lab.bench_mixed --config configs/gpu.yaml --rates 16 24
+    python -m load_tests.lab.bench_mixed --rates 16 24 --set model.quantization=fp8 \\
+        cache.kv_dtype=fp8_e4m3
     python -m load_tests.lab.bench_mixed --rates 300 --share-long 0 --duration-s 2 \\
         --window none adaptive fixed
     python -m load_tests.lab.bench_mixed --rates 16 24 --accepted 3:2.5

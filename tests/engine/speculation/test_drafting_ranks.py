@@ -54,7 +54,6 @@ def drafting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, object], dict[str, object]]:
     """A model of whole numbers; what makes its own layer draft, or a head beside it; over ranks."""
-    print("seed", SEED)
     path, head = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("head")
     if request.param == "mtp":
         save_mtp_model(path, seed=SEED)

@@ -72,7 +72,6 @@ def test_tokens_and_drafts_behind_a_handoff_are_those_of_one_worker(
     expected = [found.tokens for found in answer(one, asked)]
     pair = LocalPair(load_config(None, settings))
     assert [found.tokens for found in pair.answer(asked)] == expected
-    print("seed", SEED)
     there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert there.num_drafted > 40
@@ -127,7 +126,6 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
     shared: Role, drafter: str, tmp_path: Path
 ) -> None:
     """What is read moves with the KV heads: with one that all ranks have, or a part with each."""
-    print("seed", SEED)
     folder = tmp_path / "model"
     saved = _save_drafting(drafter, folder, tmp_path / "head")
     kinds: list[Kind] = [{"temperature": 0.0}, {"temperature": 1.2}]
