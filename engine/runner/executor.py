@@ -116,7 +116,6 @@ class Executor:
         self._num_in_flight = 2
         self._table = TokenTable(max_rows, 0, model.device)
         self.guesses: StepGuesses | None = None  # None = all drafts come from the host
-        self._texts: RowTexts | None = None  # None = no drafts are looked up
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._graphs = StepGraphSet(max_rows, self._step_buffers)
@@ -211,9 +210,9 @@ class Executor:
         min_match, max_match: as of `kernels.ngrams`.
         """
         rows = GuessedRows(self._table, self._max_row_samples)
-        self.guesses = StepGuesses(rows, self._table, self._attention)
         given = {"max_len": self._max_model_len, "min_match": min_match, "max_match": max_match}
-        self._texts = RowTexts(rows, self._table, **given)
+        texts = RowTexts(rows, self._table, **given)
+        self.guesses = StepGuesses(rows, self._table, self._attention, look_up=texts.look_up)
 
     def give_drafts(self, place: int) -> None:
         """Queue that what the pass launched last drew is draft number `place` of the target's rows.
@@ -304,8 +303,6 @@ class Executor:
         slot = self._slots.take()
         with torch.inference_mode():
             slot.timer.start()
-            if self._texts is not None:
-                self._texts.look_up(plan)
             plan = self.guesses.fetch(plan) if self.guesses else plan
             self._apply_rows(plan)
             if shared is not None and not plan.rows:
