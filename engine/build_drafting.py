@@ -101,7 +101,11 @@ def build_drafting(
         others = spec, measured, grammars, clock
         drafter = _build_draft_model(config, asked.model_path, *others, holds=holds)
     else:
-        drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
+        rules = NgramRules(max_corpus_tokens=asked.max_corpus_tokens)
+        on_device = asked.ngrams_on_device and holds and measured.executor.can_plan_ahead
+        if on_device:
+            measured.executor.look_up_drafts(min_match=rules.min_match, max_match=rules.max_match)
+        drafter = RequestNgrams(rules, on_device=on_device)
     return Drafting(
         drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
     )

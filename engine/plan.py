@@ -14,7 +14,8 @@ NEWEST = -1  # as a draft: see `StepPlan.drafts`
 def given(place: int) -> int:
     """As a draft: entry number `place` of what another executor left for the row on the device.
 
-    For a model that drafts, the samples of the target's newest step; for the target, its drafts.
+    For a model that drafts, the samples of the target's newest step; for the target, its drafts,
+    or what it finds in the row's text before it computes.
     """
     return NEWEST - 1 - place
 
@@ -76,6 +77,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: list[int] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []
+    # (row, index, token ids): what a row was not told of its text, from that index on. There its
+    # drafts are looked up: `given(place)` is the one numbered `place`.
+    texts: list[tuple[int, int, list[int]]] = []
     # With DP attention, where every rank has requests of its own: the plans of all ranks, by rank.
     # Then all columns above are empty. A rank with nothing to do has an empty plan.
     of_ranks: list["StepPlan"] = []

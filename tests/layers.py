@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.speculation.drafter": (
         "engine.cost_model",
+        "engine.plan",
         "engine.request",
         "engine.speculation.controller",
         "engine.speculation.ngram",

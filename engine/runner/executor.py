@@ -48,6 +48,7 @@ from engine.runner.results import (
     StepTensors,
     digest_written,
 )
+from engine.runner.row_texts import RowTexts
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
@@ -114,7 +115,7 @@ class Executor:
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
         self._num_in_flight = 2
         self._table = TokenTable(max_rows, 0, model.device)
-        self.guesses: StepGuesses | None = None  # None = no model drafts
+        self.guesses: StepGuesses | None = None  # None = all drafts come from the host
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._graphs = StepGraphSet(max_rows, self._step_buffers)
@@ -202,6 +203,16 @@ class Executor:
         self.guesses = StepGuesses(rows, self._table, self._attention, drafts_for=target._table)
         self._num_in_flight = 2 * num_samples  # all passes of a step, and the last one's
         self._buffers = self._step_buffers(self._max_tokens)
+
+    def look_up_drafts(self, *, min_match: int, max_match: int) -> None:
+        """Find drafts that plans leave to the device in the rows' own texts; with drafts allowed.
+
+        min_match, max_match: as of `kernels.ngrams`.
+        """
+        rows = GuessedRows(self._table, self._max_row_samples)
+        given = {"max_len": self._max_model_len, "min_match": min_match, "max_match": max_match}
+        texts = RowTexts(rows, self._table, **given)
+        self.guesses = StepGuesses(rows, self._table, self._attention, look_up=texts.look_up)
 
     def give_drafts(self, place: int) -> None:
         """Queue that what the pass launched last drew is draft number `place` of the target's rows.

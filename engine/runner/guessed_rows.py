@@ -76,6 +76,11 @@ class GuessedRows:
         """[max_samples, max_rows + 1]  as of `RowStates`."""
         return self._states.samples
 
+    @property
+    def shortfalls(self) -> Tensor:
+        """[max_rows + 1]  as of `RowStates`."""
+        return self._states.shortfalls
+
     def true_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with true numbers; waits for the device."""
         if not (plan.ahead or plan.open_ended):
@@ -166,15 +171,22 @@ class StepGuesses:
         attention: Phases,
         *,
         drafts_for: TokenTable | None = None,
+        look_up: Callable[[StepPlan], None] | None = None,
     ) -> None:
-        """table: of this executor. drafts_for: the target's table; None = this is the target."""
+        """table: of this executor. drafts_for: the target's table; None = this is the target.
+
+        look_up: as of `engine.runner.row_texts`; None = no draft is looked up.
+        """
         self.rows = rows
         self._table = table
         self._attention = attention
         self._drafts_for = drafts_for
+        self._look_up = look_up
 
     def fetch(self, plan: StepPlan) -> StepPlan:
         """The plan to run, after what the target left of its step in flight was fetched."""
+        if self._look_up is not None:
+            self._look_up(plan)
         if plan.open_ended:
             self._table.entries.copy_(self.rows.samples)
         return plan if self._attention.reads_lengths_on_device else self.rows.true_plan(plan)

@@ -9,10 +9,11 @@
 Drafts that follow from tokens on the host hold their request: it is not planned while a step that
 computes it is in flight. With overlapped steps it therefore takes part in every other one, and if
 all are held, the device waits for the host. A drafter on the device proposes ahead: for the tokens
-that the step in flight will have given, whichever they are. Its requests take part in every step,
-planned as if all drafts were right, and `commit` corrects what was counted. Held are then only
-those whose choice depends on their earlier tokens, whose last token may be in flight, or that are
-about to get their first drafts.
+that the step in flight will have given, whichever they are; so do n-grams that the device looks up
+(`engine/runner/row_texts.py`), once a request has drafts from the host. Its requests take part in
+every step, planned as if all drafts were right, and `commit` corrects what was counted. Held are
+then only those whose choice depends on their earlier tokens, whose last token may be in flight, or
+that are about to get their first drafts.
 
 Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
 device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows
@@ -22,7 +23,7 @@ none of this.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -65,6 +66,8 @@ class PlannedDrafts:
     new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
     # Of requests with drafts in a step in flight: tokens that it gives at most.
     nums_in_flight: dict[int, int] = field(default_factory=dict)
+    # Index, first token, token ids: as `StepPlan.texts`.
+    texts: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
     @property
     def num_drafts(self) -> int:
@@ -183,6 +186,7 @@ class Drafting:
             new_blocks=new_blocks,
             spent_s=drafter.spent_s if any(counts) else 0.0,
             nums_in_flight={i: m for i, m in enumerate(in_flight) if m},
+            texts=_texts(drafter, requests, drafts),
         )
 
     def _num_in_flight(self, request: Request) -> int:
@@ -452,6 +456,15 @@ class Drafting:
         """Requests of which anything is kept here, for the check that none is forgotten."""
         kept = self._num_verified, self._num_misses, self._num_rest_steps, self._bounds, self._ahead
         return {key for keys in kept for key in keys}
+
+
+def _texts(
+    drafter: Drafter, requests: Sequence[Request], drafts: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int, list[int]]]:
+    """What the device needs for drafts that it looks up, and was not told."""
+    looked_up = [i for i, its_drafts in drafts.items() if its_drafts[0] < NEWEST]
+    told = [(i, *drafter.tell(requests[i])) for i in looked_up]
+    return [(i, start, token_ids) for i, start, token_ids in told if token_ids]
 
 
 def _bound(policy: DraftPolicy, request: Request) -> int:

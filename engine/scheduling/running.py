@@ -295,6 +295,7 @@ def build_plan(
         drafts=planned.in_plan(),
         ahead=list(planned.nums_in_flight),
         verified_tokens=verified_tokens,
+        texts=[(row_of(decodes.requests[i]), start, ids) for i, start, ids in planned.texts],
     )
 
 

@@ -230,6 +230,10 @@ class DraftModel:
             found[place] = [given(number) for number in range(asked[place][1])]
         return found
 
+    def tell(self, request: Request) -> tuple[int, list[int]]:
+        """Nothing: passes read the device's samples themselves."""
+        return 0, []
+
     def add_finished(self, request: Request) -> None:
         """Does nothing: a model does not learn from answers."""
 

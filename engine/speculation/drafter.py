@@ -9,7 +9,8 @@ from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from engine.cost_model import StepCosts
-from engine.request import Request
+from engine.plan import given
+from engine.request import Request, RequestKey
 from engine.speculation.controller import SpeculationStatistics, StepDrafts, StepOffer
 from engine.speculation.ngram import DEFAULT_RULES, NgramDrafter, NgramRules
 
@@ -49,6 +50,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def tell(self, request: Request) -> tuple[int, list[int]]:
+        """The tokens that the device needs to find its drafts, and was not told; and their index.
+
+        Asked once for each step with such drafts: they are told with it.
+        """
+        ...
+
     def add_finished(self, request: Request) -> None:
         """Learn from a complete answer."""
         ...
@@ -67,6 +75,10 @@ class HostDrafter:
 
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         raise AssertionError("its drafts follow from tokens that the host knows")
+
+    def tell(self, request: Request) -> tuple[int, list[int]]:
+        """Nothing: no draft is looked up."""
+        return 0, []
 
 
 class DraftPolicy(Protocol):
@@ -138,11 +150,18 @@ class FixedDrafts:
         return None
 
 
-class RequestNgrams(HostDrafter):
-    """`NgramDrafter` for requests; those with a salt share no answers with others."""
+class RequestNgrams:
+    """`NgramDrafter` for requests; those with a salt share no answers with others.
 
-    def __init__(self, rules: NgramRules = DEFAULT_RULES) -> None:
+    Where the device can look up drafts, a request that has some goes on with those that the device
+    finds in its text, behind the tokens in flight, for as long as what is known of it has a match.
+    """
+
+    def __init__(self, rules: NgramRules = DEFAULT_RULES, *, on_device: bool = False) -> None:
+        """on_device: `engine.runner.row_texts` looks up drafts by the same rules."""
         self.ngrams = NgramDrafter(rules)
+        self._on_device = on_device
+        self._nums_told: dict[RequestKey, int] = {}
 
     @property
     def pass_s(self) -> float:
@@ -160,9 +179,30 @@ class RequestNgrams(HostDrafter):
             for request, num_drafts in asked
         ]
 
+    @property
+    def can_propose_ahead(self) -> bool:
+        return self._on_device
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        return [self._propose_ahead(*one) for one in asked]
+
+    def _propose_ahead(self, request: Request, num_drafts: int, num_in_flight: int) -> list[int]:
+        if num_in_flight == 0:  # all of its text is known
+            (found,) = self.propose([(request, num_drafts)])
+            ends = (at for at, token_id in enumerate(found) if token_id in request.stop_ids)
+            return found[: next(ends, num_drafts)]
+        has_match = self.ngrams.propose(request.key, request.tokens, 1, with_corpus=False)
+        return [given(place) for place in range(num_drafts)] if has_match else []
+
+    def tell(self, request: Request) -> tuple[int, list[int]]:
+        start = self._nums_told.get(request.key, 0)
+        self._nums_told[request.key] = request.num_known_tokens
+        return start, request.tokens[start:]
+
     def add_finished(self, request: Request) -> None:
         if not request.spec.salt:
             self.ngrams.add_finished(request.tokens[request.num_prompt_tokens :])
 
     def forget(self, request: Request) -> None:
         self.ngrams.forget(request.key)
+        self._nums_told.pop(request.key, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.build import Engine
 from engine.models.llama import attention_shape
-from engine.plan import StepPlan
+from engine.plan import NEWEST, StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
@@ -101,18 +101,21 @@ def launched_plans() -> Iterator[list[tuple[Executor, StepPlan]]]:
 WAYS = ["made true", "moved", "moved in graphs"]
 
 
-def _start(folder: Path, drafter: str, path: Path, *, way: str, **overrides: object) -> Engine:
+def _start(
+    folder: Path, drafter: str, path: Path | None, *, way: str, **overrides: object
+) -> Engine:
     """way: one of WAYS; inputs are moved for attention that knows nothing but tensors."""
     engine = start_exact(
         folder,
         scheduler__overlap=True,
         speculation__drafter=drafter,
-        speculation__model_path=str(path),
+        speculation__model_path=None if path is None else str(path),
         speculation__max_temperature=9.0,
         **{"speculation__max_drafts": 3, "speculation__adaptive": False, **overrides},
     )
     if way != "made true":
-        for executor in (engine.executor, _drafter(engine)._executor):
+        drafts = engine.draft_model
+        for executor in (engine.executor, *([drafts.executor] if drafts else [])):
             assert isinstance(executor, Executor)
             _move_inputs(executor, captures=way == "moved in graphs")
     return engine
@@ -184,6 +187,56 @@ def test_wrong_drafts_change_no_answer(
     assert counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
     assert any(plan.ahead for executor, plan in plans if executor is engine.executor)
+
+
+def _repeating(seed: int) -> list[Asked]:
+    """Prompts that repeat a few words, and answers that are likely to."""
+    draw = random.Random(seed)
+    asked: list[Asked] = []
+    for kind in (*FREE, *HELD) * 2:
+        words = draw.choices(range(3, 12), k=draw.randint(2, 6))
+        fields = {"max_tokens": draw.randint(20, 32), "ignore_eos": True, **kind}
+        if "allowed_token_ids" not in kind:
+            fields["logit_bias"] = {4: 30.0, 5: 30.0}
+        params = SamplingParams(**fields, seed=draw.getrandbits(60))
+        asked.append(((words * 9)[: draw.randint(8, 25)], params))
+    return asked
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ngrams_that_the_device_looks_up_change_no_answer(folder: Path, way: str) -> None:
+    """Behind tokens in flight, right or wrong; from cached prefixes, and preempted."""
+    asked = _repeating(SEED)
+    engine = _start(
+        folder,
+        "ngram",
+        None,
+        way=way,
+        cache__num_blocks=30,
+        speculation__ngrams_on_device=True,
+    )
+    with exact_arithmetic(), launched_plans() as plans:
+        expected = run(start_exact(folder, speculation__drafter="none"), asked)
+        for _ in range(2):
+            assert_same(run(engine, asked), expected)
+    counts = engine.core.scheduler.draft_counts
+    assert 20 < counts.num_accepted < counts.num_drafted
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    assert sum(its[-1] < NEWEST for _, plan in plans for _, its in plan.drafts if its) > 20
+
+
+def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) -> None:
+    """The device finds what the host would: all is right once the text repeats itself."""
+    params = SamplingParams(
+        max_tokens=40, temperature=0.0, ignore_eos=True, logit_bias={4: 1e6}, logprobs=None
+    )
+    engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
+    with exact_arithmetic(), launched_plans() as plans:
+        run(engine, [([9, 4, 4, 4, 4], params)])
+    steps = [plan for executor, plan in plans if executor is engine.executor and plan.rows]
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted == counts.num_drafted >= 27
+    assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
 
 
 def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:

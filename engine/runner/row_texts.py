@@ -1,0 +1,63 @@
+"""The texts of rows on the device, where drafts are looked up behind tokens that no host has seen.
+
+    told      what the host knew when it planned      | in flight   what the last step gave
+    text      [0, told)                               | samples [told, told + given)
+
+Each rank does so for itself, from the plan and from what its own last step left.
+"""
+
+import numpy as np
+import torch
+
+from engine.kv.tables import concat_ranges
+from engine.plan import NEWEST, StepPlan
+from engine.runner.guessed_rows import GuessedRows, TokenTable
+from engine.sampling.staging import Staging
+from kernels.ngrams import RowEnds, look_up
+
+
+class RowTexts:
+    """Texts of a target's rows, and the lookups of its own drafts in them."""
+
+    def __init__(
+        self, rows: GuessedRows, table: TokenTable, *, max_len: int, min_match: int, max_match: int
+    ) -> None:
+        """table: gets the drafts. max_len: tokens of a text."""
+        device = table.flat.device
+        self._texts = torch.zeros((len(table.newest), max_len), dtype=torch.int32, device=device)
+        self._rows = rows
+        self._drafts = table.entries
+        self._match = {"min_match": min_match, "max_match": max_match}
+        self._staging = Staging(device)
+
+    def look_up(self, plan: StepPlan) -> None:
+        """Queue the lookups of the rows in `plan` whose drafts are `given`.
+
+        plan: as the host made it; what it is behind is known on the device.
+        """
+        if plan.texts:
+            self._take_in(plan)
+        found = [(index, its) for index, its in plan.drafts if its and its[-1] < NEWEST]
+        if not found:
+            return
+        of_plan = [index for index, _ in found]
+        rows = np.array(plan.rows, dtype=np.int64)[of_plan]
+        lengths = np.array(plan.num_computed_tokens, dtype=np.int64)[of_plan] + 1
+        in_flight = np.array([its.count(NEWEST) for _, its in found], dtype=np.int64)
+        within = concat_ranges(np.zeros_like(in_flight), in_flight)
+        owners = np.repeat(rows, in_flight)
+        places = np.repeat(lengths - in_flight, in_flight) + within
+        sent = self._staging.send(rows, lengths, owners, places, within)
+        device_rows, ends, of_tokens, positions, samples = sent
+        self._texts[of_tokens, positions] = self._rows.samples[samples, of_tokens]
+        row_ends = RowEnds(rows=device_rows, lengths=ends, shortfalls=self._rows.shortfalls)
+        look_up(self._texts, row_ends, self._drafts, **self._match)
+
+    def _take_in(self, plan: StepPlan) -> None:
+        counts = [len(token_ids) for _, _, token_ids in plan.texts]
+        starts = np.array([start for _, start, _ in plan.texts], dtype=np.int64)
+        places = concat_ranges(starts, np.array(counts, dtype=np.int64))
+        owners = np.repeat([row for row, _, _ in plan.texts], counts).astype(np.int64)
+        ids = np.concatenate([np.array(ids, dtype=np.int32) for _, _, ids in plan.texts])
+        of_tokens, positions, tokens = self._staging.send(owners, places, ids)
+        self._texts[of_tokens, positions] = tokens

@@ -1,0 +1,54 @@
+"""Looks up on the device what followed the end of a row's text the last time, in the text itself.
+
+    text    ... d e f g x y z ... d e f g      longest end seen before: d e f g
+                        drafts: x y z          what followed it
+
+The rule of `engine.speculation.ngram` over all places of one text: the longest match of at most
+`max_match` tokens, the newest of equal ones; drafts that pass the text's end go on with themselves.
+A text without a match of `min_match` tokens gets its last token as every draft. Where a text ends
+is known on the device alone: its planned length less its row's shortfall (`kernels.guesses`).
+Nothing waits for the device. Tensors are int32 unless stated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEnds:
+    """The texts to look up, G of them."""
+
+    rows: Tensor  # int64 [G]  device rows, distinct
+    lengths: Tensor  # int64 [G]  tokens if nothing falls short; above every shortfall
+    shortfalls: Tensor  # [max_rows + 1]
+
+
+def look_up(
+    texts: Tensor, ends: RowEnds, drafts: Tensor, *, min_match: int, max_match: int
+) -> None:
+    """Write the drafts of each row.
+
+    texts: [max_rows + 1, L], a row's tokens from its first. drafts: [E, max_rows + 1].
+    """
+    assert 1 <= min_match <= max_match, f"{min_match} to {max_match}"
+    if texts.is_cuda:
+        from kernels.ngrams_triton import look_up as on_gpu  # a CPU needs no Triton
+
+        on_gpu(texts, ends, drafts, min_match=min_match, max_match=max_match)
+        return
+    text = texts[ends.rows]  # [G, L]
+    lengths = (ends.lengths - ends.shortfalls[ends.rows])[:, None]  # [G, 1]
+    places = torch.arange(text.shape[1])
+    alive = (places < lengths) & (places >= min_match)
+    num_equal = torch.zeros_like(text, dtype=torch.int64)
+    for back in range(1, max_match + 1):
+        last = text.gather(1, (lengths - back).clamp(min=0))
+        alive = alive & (text.roll(back, 1) == last) & (places >= back) & (lengths >= back)
+        num_equal += alive
+    ranked = num_equal * text.shape[1] + places
+    best, place = ranked.where(num_equal >= min_match, -1).max(1, keepdim=True)
+    place = place.where(best >= 0, lengths - 1)
+    sources = place + torch.arange(len(drafts)) % (lengths - place)  # [G, E]
+    drafts[:, ends.rows] = text.gather(1, sources).T
