@@ -313,7 +313,7 @@ def _build_measured(
         comm=comm,
         kv_scales=kv_scales,
     )
-    head = build_head(config, spec, replica, comm.rank)
+    head = build_head(config, spec, replica, comm)
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):

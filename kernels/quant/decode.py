@@ -116,6 +116,30 @@ def encode_e4m3(x, KNOWS_E4M3: tl.constexpr):  # noqa: ANN201
     return tl.where(is_finite, codes.to(tl.uint8), _NAN_E4M3).to(tl.uint8)
 
 
+# Four bytes become four of their low and four of their high numbers.
+NIBBLES = """
+{
+.reg .b32 high;
+and.b32 $0, $2, 0x0f0f0f0f;
+shr.b32 high, $2, 4;
+and.b32 $1, high, 0x0f0f0f0f;
+}
+"""
+_NIBBLES = tl.constexpr(NIBBLES)
+
+
+@triton.jit
+def nibbles_e4m3(packed, USES_PTX: tl.constexpr):  # noqa: ANN201
+    """packed: uint8 tile; returns its low and its high numbers in bytes: as e4m3, times 2^-9."""
+    if USES_PTX:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES, "=r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+    else:
+        low, high = packed & 15, packed >> 4
+    return low, high
+
+
 # Two bytes become two pairs of bfloat16: (a & b) | c of the low, then of the high bits of each.
 RAISE_INT4 = """
 {

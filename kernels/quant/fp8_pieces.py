@@ -84,7 +84,7 @@ def supports_pieces(weight: Fp8Operand, dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def _load_codes(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
+def load_codes(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
     """Tile of the weight; its rows always exist."""
     if MASK_K:
         w = tl.load(pointers, mask=k_offsets[None, :] < num_columns, other=0.0)
@@ -127,7 +127,7 @@ def _scaled(
 
 
 @triton.jit
-def _store_coded(
+def store_coded(
     acc, bias_ptr, codes_ptr, scales_ptr, w_rows, tile, tokens, num_tokens, N: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWS_E4M3: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -203,7 +203,7 @@ def _fp8_pieces_kernel(
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, PART_K, BLOCK_K, num_stages=NUM_STAGES):
         num_left = K - k_start - k
-        w = _load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
+        w = load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
         x = load_tokens(x_pointers + k, is_token, k_offsets, num_left, MASK_K)
         if X_GROUPS == 0:
             x_scales, first, second = code_groups(x.to(tl.float32), 2, KNOWS_E4M3)
@@ -226,7 +226,7 @@ def _fp8_pieces_kernel(
         )
     if is_last:
         if IS_CODED:
-            _store_coded(
+            store_coded(
                 acc, bias_ptr, y_ptr, y_scales_ptr, w_rows, tile, tokens, num_tokens, N, HAS_BIAS,
                 BLOCK_M, BLOCK_N, KNOWS_E4M3,
             )  # fmt: skip

@@ -12,8 +12,8 @@ why. The floor is the weight's bytes over the memory's rate or the operations ov
 
 `chosen` is what the engine runs by itself, `pieces` what it runs after a norm or a gate for up to
 64 tokens, `one` multiplies one token without matrix units, `weights` decodes weights in registers,
-`many` is what it runs for many tokens; `--tune` tries other tilings of `one`, `weights` and
-`pieces`, and of products of FP8 tiles.
+`joined` multiplies pieces side by side (`joined 1 piece`: inputs rounded, not as they are), `many` is what it runs for many tokens; `--tune` tries other tilings of `one`, `weights`, `pieces`
+and `joined`, and of products of FP8 tiles.
 """
 
 import argparse
@@ -39,8 +39,10 @@ from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
 from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
+from kernels.quant.fp8_joined import fp8_joined_linear
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
 from kernels.quant.fp8_pieces import fp8_pieces_linear
+from kernels.quant.int4_joined import int4_joined_linear, supports_joined
 from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
 from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
@@ -180,6 +182,8 @@ def ways_of(
     form = maps[0].form(num_tokens)
     if form is not None and form.pieces == 2:
         yield from _pieces_ways(maps, form, num_tokens, gated=gated, tune=tune)
+    if num_tokens <= 64:
+        yield from _joined_ways(maps, num_tokens, gated=gated, tune=tune)
     if is_rounded and num_tokens >= 16:
         yield from _rounded_ways(weight_format, weights, maps, gated=gated, tune=tune)
 
@@ -249,6 +253,52 @@ def _pieces_ways(
         name = "pieces" if cut is None else f"pieces {_numbers(cut)}"
         products = [_by_pieces(operand, form, cut, gated) for operand in operands]
         yield Way(name=name, products=products)
+
+
+def _joined_ways(
+    maps: Sequence[QuantizedLinear], num_tokens: int, *, gated: bool, tune: bool
+) -> Iterator[Way]:
+    """Products of inputs that were coded before; a deep weight's FP8 inputs by a gate."""
+    cuts = JOINED_TILINGS[64 if num_tokens > 16 else 16] if tune else ()
+    for num_pieces in (2, 1):
+        for cut in (None, *cuts):
+            name = "joined 1 piece" if num_pieces == 1 else "joined"
+            if cut is not None:
+                cut = replace(cut, block_m=max(cut.block_m, 1 << (num_tokens - 1).bit_length()))
+                name = f"{name.replace(' ', '-')} {_numbers(cut)}"
+            products = [
+                made for linear in maps if (made := _by_joined(linear, num_pieces, cut, gated))
+            ]
+            if products:
+                yield Way(name=name, products=products, is_rounded=num_pieces == 1)
+
+
+def _by_joined(
+    linear: QuantizedLinear, num_pieces: int, cut: QuantConfig | None, gated: bool
+) -> Product | None:
+    product, counters = linear.product, tile_counters(torch.device("cuda"))
+    coded: dict[int, CodedTokens] = {}
+
+    def code(x: Tensor, group: int) -> CodedTokens:
+        if x.data_ptr() not in coded:
+            coded[x.data_ptr()] = code_tokens(x, InputForm(pieces=num_pieces, group=group))
+        return coded[x.data_ptr()]
+
+    if isinstance(product, Fp8Matrix):
+        fp8 = product.weight
+        num_rows, num_columns = fp8.codes.shape
+        group = num_columns if num_columns <= 2 * num_rows or num_pieces == 1 else 32
+        return lambda x: fp8_joined_linear(
+            code(x, group if len(x) <= 16 or group > 32 else 64), fp8, x.dtype, counters, cut,
+            gated=gated,
+        )  # fmt: skip
+    assert isinstance(product, FourBitMatrix)
+    int4 = product.weight
+    if num_pieces == 1 or not supports_joined(int4, torch.bfloat16):
+        return None
+    return lambda x: int4_joined_linear(
+        code(x, x.shape[1]), int4, x.dtype, counters, cut, gated=gated
+    )
 
 
 def _by_pieces(
@@ -357,6 +407,29 @@ PIECES_TILINGS = {
         ),
     )
 }  # fmt: skip
+JOINED_TILINGS = {
+    tokens: [
+        QuantConfig(
+            block_m=8, block_n=n, block_k=k, split_k=split, num_warps=warps, num_stages=stages
+        )
+        for n, k, warps, stages in cuts
+        for split in (1, 2, 4, 6, 8)
+    ]
+    for tokens, cuts in (
+        (
+            16,
+            (
+                (64, 128, 4, 6),
+                (64, 128, 4, 10),
+                (64, 256, 4, 4),
+                (128, 128, 4, 4),
+                (128, 128, 4, 6),
+                (128, 256, 4, 4),
+            ),
+        ),
+        (64, ((128, 128, 8, 4), (128, 128, 4, 4), (256, 128, 8, 3), (256, 128, 8, 4))),
+    )
+}
 ONE_TOKEN_TILINGS = [
     QuantConfig(
         block_m=1, block_n=n, block_k=k, num_warps=warps, num_stages=stages, prefetch_bytes=prefetch
