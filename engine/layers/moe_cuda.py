@@ -268,6 +268,7 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxf
         tile_columns=scales.columns,
         half=scales.half,
         factors=scales.factors,
+        rounds_inputs=scales.quantizes_inputs,
     )
     if not supports_coded(operand):
         raise unreadable(weight, f"groups of {scales.columns} inputs")

@@ -34,6 +34,7 @@ class CodedExperts:
     tile_columns: int
     half: int = 0  # 4 bits
     factors: Tensor | None = None  # [experts, N] fp32; NVFP4
+    rounds_inputs: bool = False  # whether inputs may be rounded to FP8
 
     @property
     def can_be_matrices(self) -> bool:

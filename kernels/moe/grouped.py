@@ -41,7 +41,9 @@ ExpertWeight = Tensor | CodedExperts | Mxfp4Experts
 
 
 @triton.jit
-def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of(  # noqa: ANN201
+    program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constexpr
+):
     """Block and tile of weight rows; programs that run together form a square, for the L2 cache."""
     group_size = GROUP_M * NUM_TILES_N
     first = program // group_size * GROUP_M
@@ -154,7 +156,7 @@ def _quantised_product(
 
 
 @triton.jit
-def _gated(
+def gated(  # noqa: ANN201
     acc, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +230,7 @@ def _moe_grouped_kernel(
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
-    block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
+    block, tile_n = tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
     if USE_PDL:
         if PREFETCH_K > 0:
             _prefetch(
@@ -266,7 +268,7 @@ def _moe_grouped_kernel(
     if bias_ptr is not None:
         acc += _bias_of(bias_ptr, expert, tile_n, N, IS_GATED, BY_TMA, BLOCK_N)[None, :]
     if IS_GATED:
-        y = _gated(acc, ALPHA, LIMIT, BY_TMA, BLOCK_M, WIDTH)
+        y = gated(acc, ALPHA, LIMIT, BY_TMA, BLOCK_M, WIDTH)
         y_lines = lines
     else:
         y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]

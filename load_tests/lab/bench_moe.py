@@ -5,10 +5,11 @@
     python -m load_tests.lab.bench_moe --tune
     python -m load_tests.lab.bench_moe --format nvfp4    # quantised experts: bench_quant's formats
 
-Routes are uniform, weights are not in the cache (moe_step.py). A floor is the time to read the
-weights of the experts that have tokens, or to multiply by them, whichever is longer. `--tune` tries
-tiles at every number of tokens and prints the best as an entry of kernels/moe/tiles.py; then it
-times them. A case that fails is a line of the table.
+`rounded` is a step of FP8 experts but for the router, of inputs rounded to FP8, which the engine
+does not do. Routes are uniform, weights are not in the cache (moe_step.py). A floor is the time to
+read the weights of the experts that have tokens, or to multiply by them, whichever is longer.
+`--tune` tries tiles at every number of tokens and prints the best as an entry of
+kernels/moe/tiles.py; then it times them. A case that fails is a line of the table.
 """
 
 import argparse
@@ -92,6 +93,8 @@ def measure(
             "down": partial(step.down, pair.down),
             "sum": step.total,
         }
+    if step.can_be_rounded:
+        kernels["rounded"] = step.rounded
     kernels["whole"] = partial(step.whole, plan)
     yield from _timed(step, kernels, plan, timer, machine)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.layers.moe import expert_matrices
 from engine.layers.moe_cuda import coded_operand
 from kernels.moe.align import Blocks, align
+from kernels.moe.coded import CodedExperts
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
@@ -28,9 +29,17 @@ from kernels.moe.grouped import (
     grouped_gate_up,
 )
 from kernels.moe.reference import ExpertMatrices
+from kernels.moe.rounded import (
+    choose_tile,
+    input_form,
+    rounded_down,
+    rounded_gate_up,
+    supports_rounded,
+)
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import ExpertShape, FewTile, Tile, TilePlan
+from kernels.quant.token_groups import code_tokens
 from load_tests.lab.bench_quant import make_weight
 from load_tests.lab.floors import Machine
 from load_tests.lab.pinned_routing import uniform_experts
@@ -223,6 +232,26 @@ class MoeStep:
             partial(grouped_down, by_block(self._inner, b), w.down, r, b, tile) for w, r, b in parts
         ]
 
+    def rounded(self) -> list[Call]:
+        """All from the alignment to the sum, of inputs rounded to FP8."""
+        return [partial(self._rounded, index) for index in range(len(self._layers))]
+
+    @property
+    def can_be_rounded(self) -> bool:
+        weights = (self._layers[0].gate_up, self._layers[0].down)
+        return all(isinstance(one, CodedExperts) and supports_rounded(one) for one in weights)
+
+    def _rounded(self, index: int) -> Tensor:
+        layer, routes, dtype = self._layers[index], self.routes[index], self._x.dtype
+        up, down = layer.gate_up, layer.down
+        assert isinstance(up, CodedExperts)
+        assert isinstance(down, CodedExperts)
+        blocks = align(routes.ids, self.shape.num_experts, choose_tile(up).block_m)
+        x = code_tokens(self._x, input_form(up))
+        inner = rounded_gate_up(x, up, routes, blocks, dtype)
+        outputs = rounded_down(code_tokens(inner, input_form(down)), down, routes, blocks, dtype)
+        return combine(outputs, routes)
+
     def matrices(self) -> list[Call]:
         """Both weights of a layer, of 4 bits."""
         return [partial(self._matrices, layer) for layer in self._layers]
@@ -306,7 +335,7 @@ class MoeStep:
             "matrices": (3 * shape.num_experts * inner * hidden, 0),  # written
         }
         kernel = kernel.removeprefix(LIBRARY)
-        if kernel == "whole":
+        if kernel in ("whole", "rounded"):
             return sum(self.floor_us(name, machine) for name in ("router", "gate_up", "down"))
         elements, products = rows[kernel]
         return 1e6 * machine.seconds(2 * elements, 2 * products * hidden)
