@@ -10,7 +10,8 @@ What runs, by format, scales, number of tokens:
 
     pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
                 only, else weights
-    one token   inputs as they are, no matrix units: `one_token`; only if `ONE_TOKEN`
+    one token   inputs as they are, no matrix units: `one_token`; of FP8 with a scale a row, Hopper
+                only, in place of pieces where nothing has coded the input; all if `ONE_TOKEN`
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -65,7 +66,8 @@ MATRIX_FROM = 512
 # Up to so many tokens each program of a product may code the inputs that it reads, of more it would
 # spend most of its instructions on them.
 CODED_INSIDE_TO = 16
-# Whether one token is multiplied without matrix units, where that can be: not until it is measured.
+# Whether one token is multiplied without matrix units wherever that can be: on an H200 it is faster
+# only with FP8 weights with a scale a row whose inputs nothing has coded, which need no switch.
 ONE_TOKEN = False
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
@@ -110,7 +112,8 @@ class Fp8Matrix:
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
         num_tokens, form = len(x), self._few_form
-        if ONE_TOKEN and num_tokens == 1 and config is None:
+        is_simple = form is not None and self.weight.scales.shape[1] == 1
+        if num_tokens == 1 and config is None and (ONE_TOKEN or is_simple):
             return fp8_one_token(x, self.weight, gated=gated)
         if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
             return fp8_linear(x, self.weight, counters, config, gated=gated)
