@@ -292,7 +292,8 @@ def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
 
 def _wanted(num_tokens: int, weight: Fp8Operand) -> QuantConfig:
     num_sms = device_properties(weight.codes.device).num_sms
-    return choose_config(num_tokens, *weight.codes.shape, num_sms)
+    num_rows, num_columns = weight.codes.shape
+    return choose_config(num_tokens, num_rows, num_columns, num_sms)
 
 
 def _num_tokens(x: CodedTokens | Tensor) -> int:

@@ -44,8 +44,8 @@ MAX_TOKENS = 64
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _SIZE_MULTIPLE = 16
 # Measured on an H200 with Qwen3-8B's weights (load_tests/results/quantisation.md); those of 32
-# tokens by arithmetic. Every program reads the inputs of its columns, so with many tokens programs
-# tokens by arithmetic. Every program reads the inputs of its columns: with many tokens programs
+# tokens by arithmetic. Every program reads the inputs of its columns: with many tokens programs own
+# more rows, else inputs, not weights, take the time. Of fewer than 16 tokens a tile the compiler
 # makes no product of these matrix units.
 _CONFIGS = {
     16: QuantConfig(block_m=16, block_n=64, num_warps=4, num_stages=6),
