@@ -40,33 +40,46 @@ class UnifiedWorker(EngineWorker):
 
 
 if TYPE_CHECKING:
+    from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
+    from actors.kv_transfer.receiver import HandoffReceiver
     from engine.build import Engine
+
+
+def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> "Give":
+    """What the other ranks of a prefill worker do beside steps."""
+    from actors.kv_transfer.connectors import give_heads  # imports torch, which takes seconds
+
+    return give_heads(spec, engine, rank, name)
 
 
 class PrefillWorker(EngineWorker):
     """Answers with the first token, and sends the KV on."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
-        super().__init__(EngineHost(spec, name, role, _make_connector))
+        self._connector: SendingConnector | None = None
+        beside = _give_heads if spec.config.handoff.pull_by_ranks else None
+        super().__init__(EngineHost(spec, name, role, self._make_connector, beside))
+
+    async def give(self, order: bytes) -> Any:  # noqa: ANN401 - of Ray's shared memory
+        """Gives a rank of a decode worker heads. Raises HandoffError, WorkerError."""
+        if self._connector is None or self._connector.give is None:
+            raise WorkerError(f"{self} is still loading its model, or has nothing to give")
+        return await asyncio.to_thread(self._connector.give, order)
+
+    def _make_connector(self, host: EngineHost, engine: "Engine") -> KvConnector:
+        from actors.kv_transfer.connectors import (
+            SendingConnector,  # imports torch, which takes seconds
+        )
+
+        self._connector = SendingConnector(host, engine)
+        return self._connector
 
 
-def _make_connector(host: EngineHost, engine: "Engine") -> KvConnector:
-    from actors.kv_transfer.connectors import SendingConnector  # imports torch, which takes seconds
-
-    return SendingConnector(host, engine)
-
-
-if TYPE_CHECKING:
-    from actors.kv_transfer.connectors import ReceivingConnector
-    from actors.kv_transfer.receiver import HandoffReceiver
-    from engine.build import Engine
-
-
-def _pull_heads(engine: "Engine", rank: Rank) -> Work:
+def _pull_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> Work:
     """What the other ranks of a decode worker do beside steps."""
     from actors.kv_transfer.connectors import pull_heads  # imports torch, which takes seconds
 
-    return pull_heads(engine, rank)
+    return pull_heads(spec, engine, rank, name)
 
 
 class DecodeWorker(EngineWorker):
@@ -74,7 +87,8 @@ class DecodeWorker(EngineWorker):
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._connector: ReceivingConnector | None = None
-        host = EngineHost(spec, name, role, self._make_connector, _pull_heads)
+        beside = _pull_heads if spec.config.handoff.pull_by_ranks else None
+        host = EngineHost(spec, name, role, self._make_connector, beside)
         super().__init__(
             host,
             {

@@ -107,12 +107,10 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    size = max(config.workers.num_ranks.values(), default=1)
-    if size > 1 and asked.drafter == "eagle3":
+    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap:
         return (
-            f"speculation.drafter: eagle3 with workers.tensor_parallel_size {size} is not"
-            " supported, because a head is not split over ranks; set ngram, draft_model or mtp,"
-            " or tensor_parallel_size to 1"
+            "execution.enable_two_batch_overlap: steps of two batches keep no states of inner"
+            " layers for speculation.drafter eagle3; set it to false, or another drafter"
         )
     if config.model.attention.mask is not None:
         return (
@@ -195,6 +193,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
     if (why := _expert_contradiction(config, size)) is not None:
         return why
+    sizes = [workers.num_ranks.get(role, 1) for role in ("prefill", "decode")]
+    if config.handoff.pull_by_ranks and max(sizes) == 1:
+        return (
+            "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
+            " workers.*tensor_parallel_size above 1, or this to false"
+        )
     if size > 1 and config.cache.host_gib > 0:
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
@@ -249,25 +253,26 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
         )
-    if config.speculation.drafter != "none":
+    if config.speculation.drafter not in ("none", "ngram"):
         return (
-            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet;"
-            " set drafter to none, or this to false"
+            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet,"
+            " because what drafts would need rows on every rank; set ngram or none, or this to"
+            " false"
+        )
+    if config.speculation.max_graph_tokens > 0:
+        return (
+            f"{key}: with speculation.max_graph_tokens it is not supported yet, because ranks have"
+            " other numbers of drafts; set it to 0, or this to false"
         )
     if config.execution.enable_two_batch_overlap:
         return (
             f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
             " would have to cut their steps alike; set one of the two to false"
         )
-    if laps.enable_batch_prefill_cuda_graph or laps.batch_prefill_form == "grid":
+    if laps.batch_prefill_form == "grid":
         return (
-            f"{key}: only decode steps replay graphs with it; leave out"
-            " laps.enable_batch_prefill_cuda_graph and laps.batch_prefill_form"
-        )
-    if config.execution.dual_stream_token_threshold or config.execution.expert_load_steps:
-        return (
-            f"{key}: with execution.dual_stream_token_threshold or expert_load_steps it is not"
-            " supported yet; set both to 0, or this to false"
+            f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
+            " other grids; leave the latter out, or set this to false"
         )
     if config.model.deterministic:
         return (

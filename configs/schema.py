@@ -204,7 +204,7 @@ class SpeculationConfig(_Section, frozen=True):
     # ngram = what followed the same words before, in the request or in finished answers;
     # draft_model = what a smaller model of the same vocabulary says; eagle3 = what an EAGLE-3 head,
     # trained for the model, reads in its hidden states; mtp = what the model's own layer for that
-    # does (DeepSeek-V3, whose folder must have it). Over several ranks all but eagle3.
+    # does (DeepSeek-V3, whose folder must have it).
     drafter: Literal["none", "ngram", "draft_model", "eagle3", "mtp"] = "none"
     max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
     # Above this temperature a request gets no guesses, because too few would be right. One that
@@ -248,8 +248,9 @@ class HandoffConfig(_Section, frozen=True):
     piece_bytes: Positive = 16 * 2**20  # at most this much per piece, through host memory
     device_piece_bytes: Positive = 256 * 2**20  # by nccl_pair; a worker stages 3, in GPU memory
     pulled_piece_bytes: Positive = 2**31  # by cuda_ipc, which stages nothing
-    # By cuda_ipc, each rank of a decode worker of several pulls the heads that it holds, straight
-    # from the ranks that have them; without it rank 0 pulls for all.
+    # Each rank of a decode worker gets the heads that it holds straight from the ranks of the
+    # prefill worker that have them, over every channel; without it rank 0 moves those of all ranks.
+    # For workers of which one kind has several ranks.
     pull_by_ranks: bool = False
     nccl_max_ctas: Positive = 16  # SMs that an nccl_pair may take from the decode steps
     max_nccl_pairs: Positive = 8  # open at a time in one worker

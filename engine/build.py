@@ -27,7 +27,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.disk import DiskFiles
-from engine.kv.host.disk_tier import DiskTier
+from engine.kv.host.disk_tier import DiskStatistics, DiskTier
 from engine.kv.host.movers import build_mover
 from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
@@ -61,6 +61,7 @@ from engine.runner.replica import Replica, compute_dtype
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
+from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
 from kernels.compilation import CompilationCounter
@@ -153,6 +154,7 @@ class Engine:
             block_bytes=blocks.block_bytes,
             num_asked=loads.num_asked_blocks,
             num_hit=loads.num_hit_blocks,
+            num_unworthy=loads.num_unworthy_blocks,
             num_loaded=blocks.num_loaded,
             num_wasted=loads.num_wasted_blocks,
             num_corrupt=blocks.num_corrupt,
@@ -166,7 +168,7 @@ class Engine:
             wait_s=loads.wait_s,
             num_blocks=blocks.num_blocks,
             num_ready=blocks.num_ready,
-            disk=None if blocks.disk is None else DiskTierLoad(**asdict(blocks.disk)),
+            disk=_disk_tier_load(loads, blocks.disk),
         )
 
     def close(self) -> None:
@@ -311,7 +313,7 @@ def _build_measured(
         comm=comm,
         kv_scales=kv_scales,
     )
-    head = build_head(config, spec, replica, comm.rank)
+    head = build_head(config, spec, replica, comm)
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):
@@ -336,6 +338,17 @@ def _build_measured(
         verify_token_sizes=replica.verify_token_sizes,
         sizes=sizes,
         head=head,
+    )
+
+
+def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
+    if disk is None:
+        return None
+    num_in_memory = loads.num_hit_blocks - loads.num_disk_hit_blocks
+    return DiskTierLoad(
+        num_asked=loads.num_asked_blocks - num_in_memory,
+        num_hit=loads.num_disk_hit_blocks,
+        **asdict(disk),
     )
 
 

@@ -13,6 +13,8 @@ from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.errors import ConfigError
 from engine.kv.features import FeaturePlanes
+from engine.kv.store import KvStore
+from engine.layers.context import Comm
 from engine.model_folder import drafter_folder, load_scales, rank_layout
 from engine.models.eagle3 import build_eagle3, read_eagle3
 from engine.models.feature_head import FeatureHead
@@ -20,7 +22,7 @@ from engine.models.llama import CausalLM
 from engine.models.mtp import build_mtp
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
-from engine.ranks.rank import Rank
+from engine.ranks.shared_stores import part_of
 from engine.runner.executor import Executor
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured import Measured
@@ -37,13 +39,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def build_head(
-    config: AppConfig, target: ModelSpec, replica: Replica, rank: Rank
+    config: AppConfig, target: ModelSpec, replica: Replica, comm: Comm
 ) -> FeatureHead | None:
-    """The rank's part of the head, if one drafts; from now on the model's steps keep what it reads.
+    """This rank's part of the head, if one drafts; from now on steps keep what it reads.
 
     target: of the whole model.
     """
-    folder, model = drafter_folder(config), replica.model
+    folder, model, rank = drafter_folder(config), replica.model, comm.rank
     ops, is_deterministic = build_ops(model.device), config.model.deterministic
     match config.speculation.drafter:
         case "eagle3":
@@ -55,6 +57,7 @@ def build_head(
                 ops=ops,
                 max_model_len=model.rotary.max_tokens,
                 is_deterministic=is_deterministic,
+                rank=rank,
             )
         case "mtp":
             head = build_mtp(
@@ -64,8 +67,14 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, head.width)))
+    replica.keep_exports(lambda store: TokenFeatures(_planes(store, head, target, comm)))
     return head
+
+
+def _planes(store: KvStore, head: FeatureHead, target: ModelSpec, comm: Comm) -> FeaturePlanes:
+    """target: of the whole model; store: of this rank."""
+    whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
+    return FeaturePlanes(store, head.width, part=part_of(comm.rank, whole), comm=comm)
 
 
 def build_drafting(
@@ -86,7 +95,7 @@ def build_drafting(
     if asked.drafter == "none":
         return Drafting(None, None, holds=holds)
     if measured.head is not None:
-        given = config, measured.head, measured, grammars, clock
+        given = config, spec, measured.head, measured, grammars, clock
         drafter = _build_feature_drafter(*given, holds=holds)
     elif asked.model_path is not None:
         others = spec, measured, grammars, clock
@@ -130,6 +139,7 @@ def _build_draft_model(
 
 def _build_feature_drafter(
     config: AppConfig,
+    spec: ModelSpec,
     head: FeatureHead,
     measured: Measured,
     grammars: Grammars,
@@ -138,7 +148,7 @@ def _build_feature_drafter(
     holds: bool,
 ) -> FeatureDrafter:
     """An executor over the head, which reads and writes vectors in the target's store."""
-    planes = FeaturePlanes(measured.executor.kv_store, head.width)
+    planes = _planes(measured.executor.kv_store, head, spec, measured.executor.comm)
     head.read_from(planes)
     path, block_size = str(drafter_folder(config)), config.cache.block_size
     given = config, path, head.spec, head.model

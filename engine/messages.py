@@ -317,9 +317,12 @@ STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 class DiskTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's disk tier has done since the worker started, in blocks."""
 
+    num_asked: int  # of prompts, neither on the device nor in the host tier
+    num_hit: int  # of these, found in files
     num_written: int
     num_dropped: int  # came faster than they were written
     num_loaded: int
+    read_s: float  # of all reads together
     num_evicted: int
     num_void_files: int  # torn or of another form; removed
     num_blocks: int  # in the folder, as far as this worker knows
@@ -330,7 +333,8 @@ class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     block_bytes: int
     num_asked: int  # of prompts, not on the device
-    num_hit: int  # of these, found in the tier
+    num_hit: int  # of these, found in the tier or below it
+    num_unworthy: int  # found, and sooner computed than loaded; at every look
     num_loaded: int
     num_wasted: int  # of these, after nobody waited for them any more
     num_corrupt: int  # found not to be what was stored

@@ -5,6 +5,7 @@ That is the model, the scales of its K and V, and the layouts of its blocks.
 
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from configs.schema import AppConfig
@@ -54,7 +55,11 @@ def rank_layout(
     if kv_scales is None:
         dtype, width = compute_dtype(config.model, spec), _feature_width(config, spec)
         layout = part.kv_layout(block_size=block_size, dtype=dtype)
-        return layout if width is None else layout.with_features(width)
+        if width is None:
+            return layout
+        whole = spec.kv_layout(block_size=block_size, dtype=dtype).with_features(width)
+        # Each rank has its heads of the vectors.
+        return msgspec.structs.replace(layout, num_feature_layers=whole.num_feature_layers)
     digest = digest_of_scales(kv_scales)
     return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
 

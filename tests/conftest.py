@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch and Ray start: the models are tiny, and threads of two test processes that wait for
@@ -75,6 +75,21 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.set_threshold(20_000, 20, 20)
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the SEED of a file with each of its tests that fail.
+
+    What a fixture of a module prints is shown with the first test that uses it alone.
+    """
+    report = yield
+    seed = getattr(getattr(item, "module", None), "SEED", None)
+    if report.failed and seed is not None:
+        report.sections.append(("SEED of this file", str(seed)))
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -249,6 +249,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "actors.kv_transfer.channels",
         "actors.kv_transfer.device_copies",
         "actors.kv_transfer.kv_pieces",
+        "actors.kv_transfer.rank_links",
         "actors.kv_transfer.rank_pieces",
         "actors.kv_transfer.rank_pulls",
         "actors.worker.gang",

@@ -1,31 +1,44 @@
 """Connects a worker's engine host to KV transfer, as sender or as receiver."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
 
-from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels, device_channels
+import msgspec
+
+from actors.kv_transfer.channels.worker_channels import (
+    ByRanks,
+    KvPieces,
+    WorkerChannels,
+    device_channels,
+)
+from actors.kv_transfer.contracts import PieceBytes
 from actors.kv_transfer.faulty_pieces import FaultyPieces
 from actors.kv_transfer.peer_links import PeerLinks
-from actors.kv_transfer.rank_pieces import RankPieces
-from actors.kv_transfer.rank_pulls import RankPuller
+from actors.kv_transfer.rank_links import Giver, GiversOffer, HeadGiver, Wires
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces
+from actors.kv_transfer.rank_pulls import Linking, PullsByRanks, RankPuller
 from actors.kv_transfer.receiver import HandoffReceiver
-from actors.kv_transfer.rendezvous import RayRendezvousClient
+from actors.kv_transfer.rendezvous import RankCalls, RayRendezvousClient
 from actors.kv_transfer.sender import HandoffSender
-from actors.lifecycle.deployment import rendezvous_name
+from actors.lifecycle.deployment import DeploymentSpec, rank_name, rendezvous_name
 from actors.rpc.handles import WorkerHandle, find_actor
 from actors.rpc.server import listen_address
 from actors.worker.engine_host import EngineHost
 from actors.worker.kv_connector import KvConnector
 from actors.worker.token_streams import TokenStreams
+from configs.schema import AppConfig
 from engine.build import Engine
 from engine.kv.transfer import BlockTerms, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
-from engine.ranks.asides import Work
+from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
 from engine.request import Request, RequestKey
 
 RENDEZVOUS_RPC_S = 5.0
+
+Give = Callable[[bytes], PieceBytes | None]  # an order -> the heads, unless they went otherwise
 
 
 class SendingConnector(KvConnector):
@@ -39,7 +52,11 @@ class SendingConnector(KvConnector):
 
         self._outgoing = engine.outgoing
         pieces = _pieces(host, engine)
-        channels = _channels(host, pieces)
+        self.give: Give | None = None  # None = ranks do not ask each other
+        if config.handoff.pull_by_ranks:
+            rank = Rank(0, max(1, len(engine.rank_stores)))
+            self.give = give_heads(host.spec, engine, rank, host.name)
+        channels = _channels(host, engine, pieces)
         self._sender = HandoffSender(
             host.identity,
             config.handoff,
@@ -147,7 +164,7 @@ class ReceivingConnector(KvConnector):
             config.handoff,
             engine=host,
             incoming=self._incoming,
-            channels=_channels(host, pieces),
+            channels=_channels(host, engine, pieces),
             store=pieces,
             on_grant=pieces.fence,
             refusal=host.draining.refusal,
@@ -176,20 +193,45 @@ class ReceivingConnector(KvConnector):
         }
 
 
-def pull_heads(engine: Engine, rank: Rank) -> Work:
+def pull_heads(spec: DeploymentSpec, engine: Engine, rank: Rank, name: str) -> Work:
     """What a rank of a decode worker, not the first, does for its handoffs."""
-    part = part_of(rank, engine.whole_layout)
-    return RankPuller(part, KvPieces(engine.kv_store), index=rank.index).do
+    part, pieces = part_of(rank, engine.whole_layout), KvPieces(engine.kv_store)
+    linking = _linking(spec.config, spec.namespace, name, pieces)
+    return RankPuller(part, pieces, index=rank.index, linking=linking).do
+
+
+def give_heads(spec: DeploymentSpec, engine: Engine, rank: Rank, name: str) -> Give:
+    """What a rank of a prefill worker does for those that ask it for heads."""
+    part, pieces = part_of(rank, engine.whole_layout), KvPieces(engine.kv_store)
+    wires = _linking(spec.config, spec.namespace, name, pieces).wires
+    return HeadGiver(part, pieces, wires).do
+
+
+def _linking(config: AppConfig, namespace: str, name: str, pieces: KvPieces) -> Linking:
+    """Of the rank with this name, a worker's or `rank_name`."""
+    deployment_hash = name.rpartition(".")[2]
+    board = RayRendezvousClient(rendezvous_name(deployment_hash), namespace, RENDEZVOUS_RPC_S)
+    wires = Wires(
+        rendezvous=board,
+        address=listen_address(config),
+        config=config.handoff,
+        device=pieces.device,
+    )
+    # A wire meets its other end within a deadline, and connects within another.
+    timeout_s = 2 * config.handoff.transfer_deadline_s + RENDEZVOUS_RPC_S
+    return Linking(wires=wires, ask=RankCalls(namespace, timeout_s).ask, reader=name)
 
 
 def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
     """Of this worker's store, or of its ranks' stores."""
+    handoff = host.config.handoff
     if not engine.rank_stores:
-        return KvPieces(engine.kv_store)
-    return RankPieces(engine.rank_stores, host.steps, host.config.handoff.transfer_deadline_s)
+        return KvPieces(engine.kv_store, names_blocks=handoff.pull_by_ranks)
+    given = engine.rank_stores, host.steps, handoff.transfer_deadline_s
+    return RankPieces(*given, names_blocks=handoff.pull_by_ranks)
 
 
-def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels:
+def _channels(host: EngineHost, engine: Engine, pieces: KvPieces | RankPieces) -> WorkerChannels:
     config, deployment_hash = host.config, host.name.rpartition(".")[2]
     return WorkerChannels(
         RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
@@ -197,7 +239,20 @@ def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
-        device=device_channels(
-            pieces, config.handoff, host.asides if config.handoff.pull_by_ranks else None
-        ),
+        device=device_channels(pieces, config.handoff),
+        by_ranks=_by_ranks(host, engine, pieces) if config.handoff.pull_by_ranks else None,
     )
+
+
+def _by_ranks(host: EngineHost, engine: Engine, pieces: KvPieces | RankPieces) -> ByRanks:
+    size, whole = max(1, len(engine.rank_stores)), engine.whole_layout
+    if host.role == "prefill":
+        names = [host.name, *(rank_name(host.name, rank) for rank in range(1, size))]
+        givers = [Giver(part_of(Rank(i, size), whole), name) for i, name in enumerate(names)]
+        offer = GiversOffer(engine.cache.num_blocks, givers)
+        return ByRanks(offer=msgspec.msgpack.encode(offer))
+    own = pieces if isinstance(pieces, KvPieces) else KvPieces(engine.kv_store)
+    linking = _linking(host.config, host.namespace, host.name, own)
+    puller = RankPuller(part_of(Rank(0, size), whole), own, linking=linking)
+    all_of = OneRank(pieces) if isinstance(pieces, KvPieces) else pieces
+    return ByRanks(pulls=PullsByRanks(all_of, host.asides or NoAsides(), puller))

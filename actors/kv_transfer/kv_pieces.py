@@ -17,6 +17,7 @@ Knows no requests, no reservations and no owners of blocks.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from actors.kv_transfer.contracts import (
     StoredBlocks,
 )
 from actors.kv_transfer.waits import to_the_end
+from engine.errors import HandoffError
 from engine.kv.digests import BlockDigests
 from engine.kv.layout import KvLayout
 from engine.kv.store import to_host
@@ -107,8 +109,12 @@ class QueuedTake:
 class KvPieces:
     """The pieces of one store, copied in threads of its own."""
 
-    def __init__(self, store: BlockStore, *, num_threads: int = 4) -> None:
+    def __init__(
+        self, store: BlockStore, *, num_threads: int = 4, names_blocks: bool = False
+    ) -> None:
+        """names_blocks: `read` names them also where the store is in host memory."""
         self._store = store
+        self._names_blocks = names_blocks
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
         self.device = store.tensor.device
         self._stream = _new_stream(self.device)
@@ -138,10 +144,13 @@ class KvPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """Returns a copy on a CPU; on a GPU the ids, at once. Digests come from the steps."""
+        """Returns a copy on a CPU; on a GPU, or if asked so, the ids, at once.
+
+        Digests come from the steps.
+        """
         digests = self._store.digests.of(block_ids)
         data: OutgoingData
-        if self.is_on_gpu:
+        if self.is_on_gpu or self._names_blocks:
             nbytes = len(block_ids) * self.block_bytes
             data = StoredBlocks(block_ids=tuple(block_ids), nbytes=nbytes)
         else:
@@ -184,6 +193,37 @@ class KvPieces:
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
         return empty_bytes(num_bytes, self.device)
+
+    async def when_writable(self, work: Callable[[], T]) -> T:
+        """Does `work` in a thread; what it copies after a `fence` comes after earlier steps."""
+        return await self._run(work)
+
+    # ---- from any thread: some heads of blocks, complete on return ------------------------------
+
+    def copy_heads(self, block_ids: Sequence[int], heads: slice, device: torch.device) -> Tensor:
+        """uint8 [n, bytes]: a copy of these heads of the store on its own device, or a CPU."""
+        num_blocks = len(self.tensor)
+        if not all(0 <= block_id < num_blocks for block_id in block_ids):
+            raise HandoffError(f"blocks {list(block_ids)} of a store that has {num_blocks}")
+        with self._on_streams():
+            index = self._store.index(block_ids)
+            rows = self.tensor[..., heads, :].index_select(0, index).contiguous()
+            data = rows.view(len(block_ids), -1).view(torch.uint8)
+            return data.to(device, non_blocking=device == self.device)
+
+    def buffer(self, num_blocks: int, num_heads: int, device: torch.device) -> Tensor:
+        """uint8 [n, bytes] to receive so many heads of blocks into."""
+        *outer, _, width = self.tensor.shape[1:]
+        block_bytes = math.prod(outer) * num_heads * width * self.tensor.element_size()
+        with self._on_streams():  # memory that no step on another stream has just left
+            return torch.empty(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+
+    def blocks_of(self, data: Tensor, num_heads: int) -> Tensor:
+        """[n, *block_shape] of so many heads on the store's device, of uint8 [n, bytes]."""
+        *outer, _, width = self.tensor.shape[1:]
+        with self._on_streams():
+            data = data.to(self.device)
+        return data.view(self.tensor.dtype).view(len(data), *outer, num_heads, width)
 
     # ---- from any thread: queued on the device, not waited for ----------------------------------
 

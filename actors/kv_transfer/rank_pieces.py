@@ -46,7 +46,7 @@ from actors.kv_transfer.kv_pieces import (
 )
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError
-from engine.kv.layout import KvPart
+from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import to_host
 from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
@@ -66,6 +66,13 @@ class RankSources:
 
     def __len__(self) -> int:
         return min(len(store) for _, store in self.stores)
+
+    def read(self, block_ids: list[int]) -> tuple["RankSources", list[int]]:
+        """Stores that hold these blocks, and their ids there."""
+        return self, block_ids
+
+    def close(self) -> None:
+        """Does nothing: a mapping ends with its last reference."""
 
     def copy_to(
         self, target: Tensor, part: KvPart, ids: Sequence[int], source_ids: Sequence[int]
@@ -87,11 +94,20 @@ class OneRank:
     def block_bytes(self) -> int:
         return self._pieces.block_bytes
 
+    @property
+    def parts(self) -> list[KvPart]:
+        """What each rank holds."""
+        return [whole_part(self.whole)]
+
+    async def when_writable(self, work: Callable[[], T]) -> T:
+        """As `RankPieces.when_writable`; the device orders copies after steps."""
+        return await self._pieces.when_writable(work)
+
     async def pull(
         self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
         """Copy blocks of the other worker's ranks straight into `ids`, then check them."""
-        part = KvPart(whole=self.whole, first_head=0, num_heads=self.whole.block_shape[3])
+        [part] = self.parts
 
         def copy(some: slice) -> None:
             source.copy_to(self._pieces.tensor, part, ids[some], source_ids[some])
@@ -109,11 +125,14 @@ class RankPieces:
         deadline_s: float,
         *,
         num_threads: int = 4,
+        names_blocks: bool = False,
     ) -> None:
         """stores: of all ranks, rank 0's first. steps: of rank 0.
 
         deadline_s: so long another rank may take to end a step that rank 0 has ended.
+        names_blocks: as of `KvPieces`.
         """
+        self._names_blocks = names_blocks
         self.stores = stores
         self._steps = steps
         self._deadline_s = deadline_s
@@ -123,6 +142,11 @@ class RankPieces:
         self.dtype, self.device = stores[0].store.dtype, stores[0].store.device
         is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def parts(self) -> list[KvPart]:
+        """What each rank holds."""
+        return [one.part for one in self.stores]
 
     @property
     def is_on_gpu(self) -> bool:
@@ -139,7 +163,7 @@ class RankPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """A copy on a CPU; on GPUs the ids, until a channel is known.
+        """A copy on a CPU; on GPUs, or if asked so, the ids, until a channel is known.
 
         Raises HandoffError if a rank does not end its steps in time.
         """
@@ -215,7 +239,7 @@ class RankPieces:
         self._wait_steps(num_steps)
         digests = self._sum([one.store.digests.of(block_ids) for one in self._holders()])
         data: OutgoingData
-        if self.is_on_gpu:
+        if self.is_on_gpu or self._names_blocks:
             nbytes = len(block_ids) * self.block_bytes
             data = StoredBlocks(block_ids=tuple(block_ids), nbytes=nbytes)
         else:
@@ -334,6 +358,11 @@ class RankPieces:
     async def _run(self, copy: Callable[[], T]) -> T:
         # A copy that has begun cannot be stopped, so it must be waited for.
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+
+
+def whole_part(whole: KvLayout) -> KvPart:
+    """What a worker of one rank holds."""
+    return KvPart(whole=whole, first_head=0, num_heads=whole.block_shape[3])
 
 
 def copy_heads(

@@ -1,12 +1,13 @@
-"""Heads pulled from GPU to GPU by the ranks that hold them, straight from ranks of the sender.
+"""Heads that the ranks which hold them get themselves, straight from ranks of the sender.
 
 Rank 0 of the receiver alone decides. It asks every rank of its worker (engine/ranks/asides.py):
 
     map     a channel opens: each rank maps those of the sender's stores that have heads of its own
+    link    the same, where they cannot be mapped: each rank links to those ranks (rank_links.py)
     pull    a piece: each rank copies its heads into its own store, and digests them there
     drop    the channel is closed
 
-So of equal sizes each rank pulls from one, and bytes go between the two GPUs of a pair only; where
+So of equal sizes each rank pulls from one, and bytes go between the two of a pair only; where
 several of the sender's ranks hold a head, those of the receiver that hold it take turns. A rank
 answers with its digests, one a block: its terms of the whole block's. Rank 0 adds the terms up and
 compares their sum with the sender's; of ranks that hold the same heads it compares term by term.
@@ -19,6 +20,9 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,12 +34,24 @@ from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, check_host, pr
 from actors.kv_transfer.channels.rank_ipc import MapStore, RankOffer, RanksOffer, read_offer
 from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.rank_pieces import RankPieces, RankSources
+from actors.kv_transfer.rank_links import (
+    Ask,
+    Giver,
+    GiversOffer,
+    HeadLink,
+    LinkedSources,
+    Wires,
+    read_givers,
+)
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError, WorkerError
 from engine.kv.device_offer import map_tensor
 from engine.kv.layout import KvPart
-from engine.ranks.asides import Asides
+from engine.messages import ChannelKind, PairRequest
+from engine.ranks.asides import Asides, NoAsides
+
+R = TypeVar("R", RankOffer, Giver)  # a rank of the sender
 
 
 class MapSource(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +60,16 @@ class MapSource(msgspec.Struct, frozen=True, tag=True):
     number: int
     offer: RanksOffer
     floor_gb_s: float
+
+
+class LinkSource(msgspec.Struct, frozen=True, tag=True):
+    """A sender's ranks, under a number; each rank links to those that have heads of its own."""
+
+    number: int
+    offer: GiversOffer
+    kind: ChannelKind
+    epoch: int
+    key: str  # begins those of the wires, which meet by them
 
 
 class PullBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -60,32 +86,72 @@ class DropSource(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-_orders = msgspec.msgpack.Decoder(MapSource | PullBlocks | DropSource)
+Order = MapSource | LinkSource | PullBlocks | DropSource
+_orders = msgspec.msgpack.Decoder(Order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linking:
+    """How a rank links to others."""
+
+    wires: Wires
+    ask: Ask
+    reader: str  # the name of this rank's actor
 
 
 class RankPuller:
     """One rank's part; called from any thread."""
 
     def __init__(
-        self, part: KvPart, pieces: KvPieces, map_offer: MapStore = map_tensor, *, index: int = 0
+        self,
+        part: KvPart,
+        pieces: KvPieces,
+        map_offer: MapStore = map_tensor,
+        *,
+        index: int = 0,
+        linking: Linking | None = None,
     ) -> None:
-        """pieces: of this rank's store, which holds `part`. index: of the rank in its worker."""
+        """pieces: of this rank's store, which holds `part`. index: of the rank in its worker.
+
+        linking: None = the sender's stores can always be mapped.
+        """
         self._part = part
         self._index = index
         self._pieces = pieces
         self._map_offer = map_offer
-        self._sources: dict[int, RankSources] = {}
+        self._linking = linking
+        self._sources: dict[int, RankSources | LinkedSources] = {}
 
     def do(self, work: bytes) -> bytes:
         """Does what rank 0 asks; returns the digests of pulled blocks. Raises HandoffError."""
         match _orders.decode(work):
             case MapSource(number, offer, floor_gb_s):
                 self._sources[number] = self._map(offer, floor_gb_s)
+            case LinkSource() as order:
+                self._sources[order.number] = self._link(order)
             case PullBlocks(number, source_ids, block_ids):
                 return self._pull(number, source_ids, block_ids)
             case DropSource(number):
-                self._sources.pop(number, None)
+                if (source := self._sources.pop(number, None)) is not None:
+                    source.close()
         return b""
+
+    def _link(self, order: LinkSource) -> LinkedSources:
+        """Raises HandoffError if one of them cannot be reached."""
+        assert self._linking is not None, "the sender's stores can be mapped"
+        linking, links = self._linking, list[HeadLink]()
+        try:
+            for giver in self._one_of_each(order.offer.ranks):
+                ask = partial(linking.ask, giver.actor)
+                links.append(HeadLink(_common(giver.part, self._part), self._pieces, ask))
+                if order.kind != "object_store":
+                    key = f"{order.key}{giver.part.first_head}-{self._index}/"
+                    wires, reader = linking.wires, linking.reader
+                    links[-1].open(wires, order.kind, order.epoch, key, reader)
+        except WorkerError as error:
+            LinkedSources(links).close()
+            raise HandoffError(error.message) from error  # this worker is as well as ever
+        return LinkedSources(links)
 
     def _map(self, offer: RanksOffer, floor_gb_s: float) -> RankSources:
         """Raises UnfitError if a store cannot be read, or not fast enough."""
@@ -98,9 +164,9 @@ class RankPuller:
             raise UnfitError(f"the sender's KV stores cannot be read: {error}") from error
         return RankSources(stores)
 
-    def _one_of_each(self, ranks: Sequence[RankOffer]) -> list[RankOffer]:
+    def _one_of_each(self, ranks: Sequence[R]) -> list[R]:
         """A rank of the sender for each part with heads of this one's."""
-        holders: dict[int, list[RankOffer]] = {}  # by the part's first head
+        holders: dict[int, list[R]] = {}  # by the part's first head
         for one in ranks:
             if _overlap(one.part, self._part):
                 holders.setdefault(one.part.first_head, []).append(one)
@@ -118,8 +184,13 @@ class RankPuller:
         if source is None:
             raise HandoffError("the channel is closed")
 
+        try:
+            stores, ids = source.read(source_ids)
+        except WorkerError as error:
+            raise HandoffError(error.message) from error  # likewise
+
         def copy(some: slice) -> None:
-            source.copy_to(self._pieces.tensor, self._part, block_ids[some], source_ids[some])
+            stores.copy_to(self._pieces.tensor, self._part, block_ids[some], ids[some])
 
         # Its steps were launched before rank 0 asked, so the copies come after them.
         self._pieces.fence()
@@ -140,10 +211,12 @@ class RankedSource:
 class PullsByRanks:
     """Rank 0's part: asks all ranks for their heads, and compares digests."""
 
-    def __init__(self, pieces: RankPieces, asides: Asides, own: RankPuller) -> None:
+    def __init__(
+        self, pieces: RankPieces | OneRank, asides: Asides | NoAsides, own: RankPuller
+    ) -> None:
         """own: what rank 0 does itself."""
         self._pieces = pieces
-        self._parts = [one.part for one in pieces.stores]
+        self._parts = pieces.parts
         self._asides = asides
         self._own = own
         self._numbers = itertools.count()
@@ -158,14 +231,26 @@ class PullsByRanks:
         """Every rank maps what is offered. Raises UnfitError, WorkerError if a rank ends."""
         offer = read_offer(offered, self._pieces.whole)
         check_host(offer.host)
-        num_blocks = min(one.store.num_blocks for one in offer.ranks)
-        source = RankedSource(next(self._numbers), num_blocks)
+        number = next(self._numbers)
+        order = MapSource(number, offer, floor_gb_s)
+        source = RankedSource(number, min(one.store.num_blocks for one in offer.ranks))
         try:
-            work = MapSource(source.number, offer, floor_gb_s)
-            await to_the_end(asyncio.ensure_future(self._ask_beside(work)))
+            return await self._open(epoch, order, source)
         except HandoffError as error:
-            await self._drop(source)
             raise UnfitError(error.message) from error
+
+    async def open_links(self, request: PairRequest) -> CudaIpcReceiver[RankedSource]:
+        """Every rank links to those of the sender. Raises HandoffError, WorkerError."""
+        offer, number = read_givers(request.offer), next(self._numbers)
+        given = request.channel, request.epoch, request.rendezvous_key
+        order = LinkSource(number, offer, *given)
+        return await self._open(request.epoch, order, RankedSource(number, offer.num_blocks))
+
+    async def _open(
+        self, epoch: int, order: MapSource | LinkSource, source: RankedSource
+    ) -> CudaIpcReceiver[RankedSource]:
+        try:
+            await to_the_end(asyncio.ensure_future(self._ask_beside(order)))
         except BaseException:
             await self._drop(source)
             raise
@@ -188,11 +273,11 @@ class PullsByRanks:
         with suppress(WorkerError):  # a rank has ended, and this worker ends, too
             await to_the_end(asyncio.ensure_future(self._ask_beside(DropSource(source.number))))
 
-    async def _ask_beside(self, work: MapSource | DropSource) -> list[bytes]:
+    async def _ask_beside(self, work: Order) -> list[bytes]:
         """In a thread, however far the steps are: nothing is written."""
         return await asyncio.to_thread(self._ask, work)
 
-    def _ask(self, work: MapSource | PullBlocks | DropSource) -> list[bytes]:
+    def _ask(self, work: Order) -> list[bytes]:
         return self._asides.ask(msgspec.msgpack.encode(work), self._own.do)
 
 
@@ -214,3 +299,10 @@ def add_terms(parts: Sequence[KvPart], terms: Sequence[NDArray[np.int64]]) -> li
 def _overlap(one: KvPart, other: KvPart) -> bool:
     first, end = one.first_head, one.first_head + one.num_heads
     return first < other.first_head + other.num_heads and other.first_head < end
+
+
+def _common(one: KvPart, other: KvPart) -> KvPart:
+    """The heads that both have, at least one."""
+    first = max(one.first_head, other.first_head)
+    end = min(one.heads.stop, other.heads.stop)
+    return KvPart(whole=one.whole, first_head=first, num_heads=end - first)

@@ -181,14 +181,47 @@ class RayRendezvousClient:
             actor: ActorHandle[Any] = ray.get_actor(self._name, self._namespace)
         except ValueError as error:
             raise WorkerError(f"{self._name} is not running") from error
-        try:
-            # Not ray.get, which mistakes a channel's thread for the event loop and warns.
-            return start(actor).future().result(timeout=wait_s + self._rpc_timeout_s)
-        except TimeoutError as error:
-            raise HandoffError(f"{self._name} did not answer in time") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, HandoffError):
-                raise HandoffError(error.cause.message) from error
-            raise WorkerError(f"{self._name} failed: {type(error.cause).__name__}") from error
-        except RayError as error:
-            raise WorkerError(f"{self._name} is dead or restarting") from error
+        return answer_of(self._name, start(actor), wait_s + self._rpc_timeout_s)
+
+
+class RankCalls:
+    """Calls of ranks of other workers, from a thread. Looks each actor up once."""
+
+    def __init__(self, namespace: str, timeout_s: float) -> None:
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._actors: dict[str, Any] = {}
+
+    def ask(self, name: str, order: bytes) -> Callable[[], Any]:
+        """Asks at once; returns what waits for the answer. Both raise HandoffError, WorkerError."""
+        if name not in self._actors:
+            try:
+                self._actors[name] = ray.get_actor(name, self._namespace)
+            except ValueError as error:
+                raise WorkerError(f"{name} is not running") from error
+        reference = self._actors[name].give.remote(order)
+        return partial(answer_of, name, reference, self._timeout_s, self._forget)
+
+    def _forget(self, name: str) -> None:
+        self._actors.pop(name, None)  # the next one of this name is another process
+
+
+def answer_of(
+    name: str,
+    reference: Any,  # noqa: ANN401
+    timeout_s: float,
+    on_death: Callable[[str], object] = lambda _: None,
+) -> Any:  # noqa: ANN401
+    """What an actor answers, waited for in a thread. Raises HandoffError, WorkerError."""
+    try:
+        # Not ray.get, which mistakes a channel's thread for the event loop and warns.
+        return reference.future().result(timeout=timeout_s)
+    except TimeoutError as error:
+        raise HandoffError(f"{name} did not answer in time") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, HandoffError):
+            raise HandoffError(error.cause.message) from error
+        raise WorkerError(f"{name} failed: {type(error.cause).__name__}") from error
+    except RayError as error:
+        on_death(name)
+        raise WorkerError(f"{name} is dead or restarting") from error

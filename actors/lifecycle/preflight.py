@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 def check_startable(config: AppConfig) -> None:
     """Raises ConfigError, naming file or key: what the workers would refuse to start with."""
-    _check_proven(config)
     folder = Path(config.model.path)
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
@@ -45,15 +44,6 @@ def check_startable(config: AppConfig) -> None:
     check_templates(folder)
     tokenizing = load_tokenizer(folder, spec.vocab_size)
     _check_ids(folder, tokenizing, spec.vocab_size)
-
-
-def _check_proven(config: AppConfig) -> None:
-    """Refuses what is built, but has given a wrong token where it was tried."""
-    if config.workers.enable_dp_attention and config.model.device == "cuda":
-        raise ConfigError(
-            "workers.enable_dp_attention: on GPUs its tokens are not proven right yet (on a"
-            " CPU they are); set it to false"
-        )
 
 
 def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:

@@ -35,7 +35,8 @@ TOTALS: Mapping[str, str] = {
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
     "laps_host_tier_asked_blocks": "KV blocks of prompts that the device lacked.",
-    "laps_host_tier_hit_blocks": "Of these, found in the host tier.",
+    "laps_host_tier_hit_blocks": "Of these, found in the host tier or below it.",
+    "laps_host_tier_unworthy_blocks": "KV blocks found at a look, and sooner computed than loaded.",
     "laps_host_tier_loaded_blocks": "KV blocks loaded from the host tier.",
     "laps_host_tier_loaded_bytes": "Their bytes.",
     "laps_host_tier_wasted_blocks": "Of these, loaded when no request waited for them any more.",
@@ -46,6 +47,9 @@ TOTALS: Mapping[str, str] = {
     "laps_host_tier_known_blocks": "KV blocks that the device evicted and the host tier had.",
     "laps_host_tier_dropped_blocks": "KV blocks that the device evicted and found no room.",
     "laps_host_tier_skipped_blocks": "KV blocks not stored, because nothing stored was ever found.",
+    "laps_disk_tier_asked_blocks": "KV blocks of prompts that device and host tier lacked.",
+    "laps_disk_tier_hit_blocks": "Of these, found in files.",
+    "laps_disk_tier_read_seconds": "Seconds that reading files took.",
     "laps_disk_tier_written_blocks": "KV blocks of the host tier written to files.",
     "laps_disk_tier_written_bytes": "Their bytes.",
     "laps_disk_tier_dropped_blocks": "KV blocks not written: they came too fast, or had gone.",
@@ -212,6 +216,9 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
 
 def _disk_tier_totals(disk: DiskTierLoad, block_bytes: int) -> Mapping[str, float]:
     return {
+        "laps_disk_tier_asked_blocks": disk.num_asked,
+        "laps_disk_tier_hit_blocks": disk.num_hit,
+        "laps_disk_tier_read_seconds": disk.read_s,
         "laps_disk_tier_written_blocks": disk.num_written,
         "laps_disk_tier_written_bytes": disk.num_written * block_bytes,
         "laps_disk_tier_dropped_blocks": disk.num_dropped,
@@ -226,6 +233,7 @@ def _host_tier_totals(tier: HostTierLoad) -> Mapping[str, float]:
     return {
         "laps_host_tier_asked_blocks": tier.num_asked,
         "laps_host_tier_hit_blocks": tier.num_hit,
+        "laps_host_tier_unworthy_blocks": tier.num_unworthy,
         "laps_host_tier_loaded_blocks": tier.num_loaded,
         "laps_host_tier_loaded_bytes": tier.num_loaded * tier.block_bytes,
         "laps_host_tier_wasted_blocks": tier.num_wasted,

@@ -82,6 +82,7 @@ class EngineHost:
         """
         set_up_logging()
         share_interpreter()
+        self.spec = spec
         self.name = name
         self.role = role
         self.config = spec.config

@@ -187,9 +187,10 @@ class Gang:
         while starts:
             try:
                 reader = ring.accept(LOOK_AT_STARTS_S)
-            except RingError:
+            except RingError as error:
                 if time.monotonic() > until_s:
-                    raise
+                    late = f"ranks {sorted(starts)} did not start within {START_S:.0f} s"
+                    raise RingError(late) from error
                 for rank, start in starts.items():
                     if failure := start.failure():
                         self._on_end(RankEnd(rank=rank, reason=failure, is_dead=True))

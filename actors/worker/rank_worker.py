@@ -5,12 +5,13 @@ owns, and the ring says within a moment that rank 0 is dead, whatever this proce
 at its first error, and rank 0 with it, which is killed if it stands still; nobody repairs a rank.
 """
 
+import asyncio
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -22,8 +23,9 @@ from actors.worker.stall_watch import EXIT_FAILED
 from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.core import Executor
+from engine.errors import WorkerError
 from engine.messages import Role, decode
-from engine.ranks.asides import Aside, AsideThreads, Work
+from engine.ranks.asides import Aside, AsideThreads
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Beside = Callable[["Engine", Rank], Work]  # a loaded rank -> its work beside steps
+# A deployment, a loaded rank and the name of its actor -> its work beside steps.
+Beside = Callable[[DeploymentSpec, "Engine", Rank, str], Callable[[bytes], Any]]
 
 START_S = 120.0  # until every rank's process runs and has imported what it needs
 LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
@@ -52,7 +55,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWorker:
-    """Answers nobody but rank 0, by the ring."""
+    """Answers rank 0, by the ring, and who asks for heads."""
 
     def __init__(
         self, spec: DeploymentSpec, name: str, place: bytes, beside: Beside | None = None
@@ -65,6 +68,9 @@ class RankWorker:
         self._spec = spec
         self._name = name
         self._beside = beside
+        self._work: Callable[[bytes], Any] | None = (
+            None  # beside steps; None = there is none, or it still loads
+        )
         self._place = decode(place, RankPlace)
         stall_s = spec.config.workers.stall_s
         # Before torch is imported: from now on rank 0 knows when this process dies, and vice versa.
@@ -88,6 +94,12 @@ class RankWorker:
 
     async def ping(self) -> None:
         """A supervisor of another deployment asks every actor that it finds."""
+
+    async def give(self, order: bytes) -> Any:  # noqa: ANN401 - of Ray's shared memory
+        """Gives a rank of another worker heads of this one. Raises HandoffError, WorkerError."""
+        if self._work is None:
+            raise WorkerError(f"{self._name} is still loading its model, or has nothing to give")
+        return await asyncio.to_thread(self._work, order)
 
     def _build(self) -> "Engine":
         """Builds this rank's part of the model, on the loader's thread."""
@@ -139,7 +151,8 @@ class RankWorker:
         if self._beside is None:
             return None
         rank = Rank(self._place.rank, self._place.size)
-        return AsideThreads(self._ring, self._beside(engine, rank), self._fail).begin
+        self._work = self._beside(self._spec, engine, rank, self._name)
+        return AsideThreads(self._ring, self._work, self._fail).begin
 
     def _on_silence(self, _: int) -> None:
         self._end_leader(0.0, "stands still")

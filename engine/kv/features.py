@@ -2,27 +2,43 @@
 
     token at slot s = block * block_size + offset   ->   store[block, model's layers:, :, offset]
 
-The vector is cut into the planes in order; the rest of the last layer is zero. Knows nothing of
-what the vectors mean.
+The vector is cut into the planes in order; the rest of the last layer is zero. Where ranks hold
+heads of the planes, each holds these heads' parts of the vector, and all gather it to read. So a
+block's heads move between any numbers of ranks. Knows nothing of what the vectors mean.
 """
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
+from engine.kv.layout import KvPart
 from engine.kv.store import KvStore
+
+
+class Gathers(Protocol):
+    """Part of `engine.layers.context.Comm`."""
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
 
 
 class FeaturePlanes:
     """Vectors of `width` elements in a store whose layout has room for them."""
 
-    def __init__(self, store: KvStore, width: int) -> None:
-        num_layers, num_planes, self._block_size, num_heads, plane_width = store.layout.block_shape
+    def __init__(
+        self, store: KvStore, width: int, *, part: KvPart | None = None, comm: Gathers | None = None
+    ) -> None:
+        """part: the heads of `store`, and comm: to all ranks; None = it has all heads."""
+        num_layers, num_planes, self._block_size, num_own, plane_width = store.layout.block_shape
+        num_heads = num_own if part is None else part.whole.block_shape[3]
         self._first_layer = num_layers - store.layout.num_feature_layers
         self._shape = (num_layers - self._first_layer, num_planes, num_heads, plane_width)
         num_padding = store.layout.num_feature_layers * num_planes * num_heads * plane_width - width
         assert num_padding >= 0, f"no room for {width} elements in {store.layout}"
         self._num_padding = num_padding
+        self._own_heads = slice(None) if part is None else part.heads
+        self._comm = None if num_own == num_heads else comm
         self._store = store
         self.width = width
 
@@ -34,12 +50,15 @@ class FeaturePlanes:
         """slots: [T] integer, distinct, none negative. values: [T, width]."""
         parts = F.pad(values.to(self._store.dtype), (0, self._num_padding)).view(-1, *self._shape)
         blocks, offsets = self._places(slots)
-        self._planes[blocks, :, :, offsets] = parts
+        self._planes[blocks, :, :, offsets] = parts[..., self._own_heads, :]
 
     def read(self, slots: Tensor) -> Tensor:
-        """slots: [T] integer; returns [T, width], of a negative slot anything."""
+        """slots: [T] integer, on every rank; returns [T, width], of a negative slot anything."""
         blocks, offsets = self._places(slots.clamp(min=0))
-        return self._planes[blocks, :, :, offsets].flatten(1)[:, : self.width]
+        parts = self._planes[blocks, :, :, offsets]
+        if self._comm is not None:
+            parts = _all_heads(parts, self._shape[2], self._comm)
+        return parts.flatten(1)[:, : self.width]
 
     @property
     def _planes(self) -> Tensor:
@@ -49,3 +68,10 @@ class FeaturePlanes:
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         places = slots.long()
         return places // self._block_size, places % self._block_size
+
+
+def _all_heads(own: Tensor, num_heads: int, comm: Gathers) -> Tensor:
+    """own: [T, layers, planes, heads, width] of each rank; returns the same of all `num_heads`."""
+    by_rank = comm.all_gather(own).view(-1, *own.shape)
+    num_alike = len(by_rank) * own.shape[3] // num_heads  # ranks that hold the same heads
+    return torch.cat(by_rank[::num_alike].unbind(), dim=3)

@@ -138,6 +138,7 @@ class Mixture:
         "_is_replicated",
         "_shared",
         "has_dp_attention",
+        "on_gathered",
         "router",
     )
 
@@ -158,6 +159,8 @@ class Mixture:
         has_dp_attention: every rank has rows of its own, for which `operations` exchange.
         """
         self.has_dp_attention = has_dp_attention
+        # Gets the routes of all ranks' rows, wherever they meet; None = nobody counts them.
+        self.on_gathered: Callable[[Routes], None] | None = None
         self._gathers_tokens = gathers_tokens
         self.router = router
         self._experts = experts
@@ -269,6 +272,8 @@ class Mixture:
 
     def _compute_gathered(self, flow: Flow) -> None:
         gathered: Gathered = flow.dispatched
+        if self.on_gathered is not None:
+            self.on_gathered(gathered.routes)
         flow.parts = self._experts(gathered.x, gathered.routes, None)
 
     def _scatter(self, flow: Flow) -> None:

@@ -42,6 +42,9 @@ class Lane(Enum):
     BESIDE = "computation beside that of the flow"
 
 
+_BETWEEN_OPERATIONS = ("coded", "tokens", "routes", "shared", "dispatched", "parts")
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Flow:
     """One batch on its way through the layers. Operations overwrite it; nothing else does."""
@@ -72,6 +75,10 @@ class Flow:
     parts: Tensor | None = None
     # [P] as of `slots`, of the own rows, where ranks have shares of the tokens
     own_slots: Tensor | None = None
+
+    def left_over(self) -> tuple[str, ...]:
+        """What an operation left for another of its layer, and none has taken."""
+        return tuple(name for name in _BETWEEN_OPERATIONS if getattr(self, name) is not None)
 
     def tensors(self) -> tuple[object, ...]:
         """All that an operation of this flow may read; whoever has them keeps their memory."""

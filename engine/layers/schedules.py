@@ -144,7 +144,10 @@ def drive(
     lag: int = 0,
     annotate: Annotate = _without_marks,
 ) -> None:
-    """Take every flow through all stages; flow k is k * lag stages behind the first."""
+    """Take every flow through all stages; flow k is k * lag stages behind the first.
+
+    Each flow ends with nothing left of what operations leave for each other.
+    """
     for turn in range(len(stages) + lag * (len(flows) - 1)):
         for index, flow in enumerate(flows):
             number = turn - index * lag
@@ -155,3 +158,5 @@ def drive(
                     if flow.has_ended:
                         break
                     lanes.issue(op, flow)
+    for flow in flows:
+        assert flow.has_ended or not flow.left_over(), f"nobody took {flow.left_over()}"

@@ -10,6 +10,9 @@ slot, and never asks whose it is. The head has an embedding of its own or shares
 vocabulary is a part of the target's: token = i + d2t[i]. All other tokens get logits that no draw
 chooses as long as there is a better one.
 
+Ranks share its layer and both ends of its vocabulary as they share the target's. `fc`, which is
+part of the target's steps, is whole on each.
+
 Facts: SafeAILab/EAGLE (cnets.py), `llama_eagle3.py` of SGLang and of vLLM; arXiv 2503.01840. Names
 of layers: `eagle_config.eagle_aux_hidden_state_layer_ids` counts outputs (SGLang),
 `eagle_aux_hidden_state_layer_ids` at the top inputs (vLLM); without either 2, L / 2 and L - 3 are
@@ -26,11 +29,11 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.layers.attention import ProjectedTokens, SelfAttention
 from engine.layers.context import Comm
-from engine.layers.linear import Linear, LinearWeight, build_linear
+from engine.layers.linear import LinearWeight, build_linear
 from engine.layers.mlp import FeedForward
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow
-from engine.layers.vocabulary import Embedding, Head, WholeEmbedding, WholeHead
+from engine.layers.vocabulary import Embedding, Head, build_embedding, build_head
 from engine.models.config_file import ConfigFile
 from engine.models.feature_head import FeatureHead, FeatureLayer
 from engine.models.llama import (
@@ -45,6 +48,7 @@ from engine.models.rope_config import parse_rope
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import read_header, weight_files
 from engine.models.weights import LayerWeights
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -156,7 +160,8 @@ def _entered_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
 # ---- weights ------------------------------------------------------------------------------------
 
 _LAYER = "midlayer."
-_OPTIONAL = ("embed_tokens.weight", "fc.bias", "d2t", "t2d")
+_MAPS = ("d2t", "t2d")
+_OPTIONAL = ("embed_tokens.weight", "fc.bias", *_MAPS)
 
 
 def _shapes(spec: Eagle3Spec) -> dict[str, tuple[int, ...]]:
@@ -226,6 +231,27 @@ def _target_ids(folder: Path, spec: Eagle3Spec, tensors: dict[str, Tensor]) -> T
     return ids
 
 
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_BY_TOKEN = ("lm_head", "embed_tokens")
+
+
+def _share(name: str, tensor: Tensor, rank: Rank, head_dim: int) -> Tensor:
+    """The rank's part of a tensor; of tokens padded to equally many on every rank."""
+    field = name.split(".")[-2] if "." in name else name
+    unit = head_dim if "self_attn" in name else None
+    if field in _BY_ROWS:
+        return tensor[rank.share(len(tensor), f"rows of {name}", unit)]
+    if field in _BY_COLUMNS:
+        return tensor[:, rank.share(tensor.shape[1], f"columns of {name}", unit)].contiguous()
+    if field in _BY_TOKEN:
+        own = tensor[rank.padded_share(len(tensor))]
+        return torch.cat(
+            [own, own.new_zeros(rank.padded_length(len(tensor)) - len(own), own.shape[1])]
+        )
+    return tensor
+
+
 # ---- the model ----------------------------------------------------------------------------------
 
 
@@ -263,16 +289,16 @@ class Eagle3Layer(FeatureLayer):
 class DraftHead:
     """Logits over the target's vocabulary, from a head that knows a part of it."""
 
-    __slots__ = ("_ids", "_linear", "_vocab_size")
+    __slots__ = ("_head", "_ids", "_vocab_size")
 
-    def __init__(self, linear: Linear, ids: Tensor, vocab_size: int) -> None:
-        """linear: hidden -> logits of `ids`, int64 [draft vocabulary]."""
-        self._linear = linear
+    def __init__(self, head: Head, ids: Tensor, vocab_size: int) -> None:
+        """head: hidden -> logits of `ids`, int64 [draft vocabulary]."""
+        self._head = head
         self._ids = ids
         self._vocab_size = vocab_size
 
     def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
-        known = self._linear(hidden)
+        known = self._head(hidden, comm)
         logits = known.new_full((len(known), self._vocab_size), UNKNOWN_LOGIT)
         return logits.index_copy_(1, self._ids, known)
 
@@ -286,13 +312,21 @@ def build_eagle3(
     ops: Ops,
     max_model_len: int,
     is_deterministic: bool = False,
+    rank: Rank = WHOLE_MODEL,
 ) -> FeatureHead:
-    """Load the head to the target's device. target: its embedding, for heads without one."""
-    device = target.weight.device
+    """Load the rank's part of the head to the target's device.
+
+    target: the rank's embedding, for heads without one. Raises ConfigError as `_load` does, and if
+    the ranks cannot share the head.
+    """
+    device, one = target.weight.device, spec.decoder.of_rank(rank)
     tensors = _load(folder, spec)
     ids = _target_ids(folder, spec, tensors)
-    held = {n: t.to(device, dtype) for n, t in tensors.items() if "2" not in n}
-    one = spec.decoder
+    held = {
+        name: _share(name, tensor, rank, one.head_dim).to(device, dtype)
+        for name, tensor in tensors.items()
+        if name not in _MAPS
+    }
     weights = _layer_weights(held)
     layer = Eagle3Layer(
         attention_norm=build_norm(one, weights.input_norm, ops),
@@ -303,12 +337,12 @@ def build_eagle3(
         norm_before_residual=spec.norm_before_residual,
     )
     linear = build_linear(LinearWeight(held["lm_head.weight"]), is_deterministic=is_deterministic)
-    head: Head = WholeHead(linear)
+    head = build_head(linear, spec.draft_vocab_size, rank)
     if ids is not None:
-        head = DraftHead(linear, ids.to(device), one.vocab_size)
+        head = DraftHead(head, ids.to(device), one.vocab_size)
     model = CausalLM(
         spec=one,
-        embedding=_embedding(folder, spec, held, target),
+        embedding=_embedding(folder, spec, held, target, rank),
         layers=[layer],
         final_norm=build_norm(one, held["norm.weight"], ops),
         head=head,
@@ -318,11 +352,13 @@ def build_eagle3(
     fc = LinearWeight(held["fc.weight"], held.get("fc.bias"))
     project = build_linear(fc, is_deterministic=is_deterministic)
     export = Export(layers=spec.entered_layers, project=project)
-    return FeatureHead(spec=one, model=model, layer=layer, export=export, width=one.hidden_size)
+    return FeatureHead(
+        spec=spec.decoder, model=model, layer=layer, export=export, width=one.hidden_size
+    )
 
 
 def _embedding(
-    folder: Path, spec: Eagle3Spec, held: dict[str, Tensor], target: Embedding
+    folder: Path, spec: Eagle3Spec, held: dict[str, Tensor], target: Embedding, rank: Rank
 ) -> Embedding:
     weight = held.get("embed_tokens.weight")
     if weight is None and spec.decoder.hidden_size != spec.target_hidden_size:
@@ -330,7 +366,8 @@ def _embedding(
             f"{folder}: tensor 'embed_tokens.weight' is missing, and the model's embedding has"
             f" {spec.target_hidden_size} columns for a head of {spec.decoder.hidden_size}"
         )
-    return WholeEmbedding(target.weight if weight is None else weight)
+    own = target.weight if weight is None else weight
+    return build_embedding(own, spec.decoder.vocab_size, rank)
 
 
 def _layer_weights(held: dict[str, Tensor]) -> LayerWeights:

@@ -31,6 +31,7 @@ from engine.layers.operations import Flow, Op, run_in_order
 from engine.layers.residual import add_and_norm, settle
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
+from engine.layers.token_exchange import gather_rows
 from engine.layers.vocabulary import (
     CappedHead,
     Embedding,
@@ -202,7 +203,7 @@ class CausalLM:
         operations = self.exchange_operations if ctx.exchanges else self.operations
         for layer, ops in enumerate(operations):
             if export is not None and layer in export.layers:
-                entering[layer] = _stream(flow)
+                entering[layer] = _stream(flow, is_shared_out=ctx.exchanges and layer > 0)
             run_in_order(ops, flow)
         if export is None:
             return self.result(flow)
@@ -271,10 +272,14 @@ def _side_by_side(export: Export, entering: Mapping[int, Tensor], final: Tensor)
     return joined if export.project is None else export.project(joined)
 
 
-def _stream(flow: Flow) -> Tensor:
-    """A copy [T, hidden] of the residual stream, between two layers."""
+def _stream(flow: Flow, *, is_shared_out: bool = False) -> Tensor:
+    """A copy [T, hidden] of the residual stream, between two layers.
+
+    is_shared_out: the flow has this rank's rows of it.
+    """
     settle(flow)
-    return flow.x.clone() if flow.residual is None else flow.x + flow.residual
+    stream = flow.x.clone() if flow.residual is None else flow.x + flow.residual
+    return gather_rows(stream, len(flow.ctx.slots), flow.ctx.comm) if is_shared_out else stream
 
 
 def attention_shape(

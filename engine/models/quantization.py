@@ -3,8 +3,9 @@
 Formats, by `quant_method` (sources: the configurations that the named packages write):
 
     fp8                 transformers' fine-grained FP8 (`weight_block_size`), and one scale a tensor
-    compressed-tensors  `float-quantized` (FP8 a tensor, row or tile), `pack-quantized` (4 bits),
-                        `mxfp4-pack-quantized` and `nvfp4-pack-quantized` (4 bits of float)
+    compressed-tensors  `float-quantized` (FP8 a tensor, row, group or tile), `pack-quantized`
+                        (4 bits a tensor, row or group), `mxfp4-pack-quantized` and
+                        `nvfp4-pack-quantized` (4 bits of float)
     awq                 AutoAWQ, version gemm
     gptq                AutoGPTQ and GPTQModel: checkpoint formats gptq and gptq_v2
     modelopt            NVIDIA's ModelOpt: quant_algo FP8 (a scale a tensor) and NVFP4
@@ -20,7 +21,7 @@ nearly right, which nobody notices.
 import fnmatch
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
@@ -201,10 +202,19 @@ def _compressed(section: ConfigFile) -> Quantization:
         nested = section.section(key)
         if nested is not None and nested.text("format", key) != "dense":
             raise section.error(key, "is not supported")
+    # Early versions wrote compressed weights as frozen; that they are is seen by their names.
     status = section.text("quantization_status", "compressed")
-    if status != "compressed":
+    if status not in ("compressed", "frozen"):
         raise section.error("quantization_status", f"{status!r} is not supported: compressed is")
-    group, weights = _only_group(section)
+    first, *others = [_compressed_group(section, *found) for found in _groups(section)]
+    if any(replace(other, targets=first.targets) != first for other in others):
+        raise section.error("config_groups", "are of several schemes; one is supported")
+    targets = [one.targets for one in (first, *others)]
+    return replace(first, targets=sum(targets, ()) if all(targets) else ())
+
+
+def _compressed_group(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
+    """One of `config_groups`: modules that are quantised alike."""
     found = group.text("format", section.text("format", ""))
     number = weights.text("type", "int")
     match found:
@@ -232,20 +242,30 @@ def _compressed(section: ConfigFile) -> Quantization:
     )
 
 
-def _only_group(section: ConfigFile) -> tuple[ConfigFile, ConfigFile]:
+def _groups(section: ConfigFile) -> list[tuple[ConfigFile, ConfigFile]]:
+    """Every one of `config_groups`, and how its weights are quantised."""
     groups = section.section("config_groups")
-    names = groups.keys if groups is not None else []
-    if groups is None or len(names) != 1:
-        raise section.error("config_groups", f"must be one, found {len(names)}: {names}")
-    group = groups.section(names[0])
-    weights = None if group is None else group.section("weights")
-    if group is None or weights is None:
-        raise groups.error(names[0], "has no weights; only quantised weights are supported")
-    if group.section("output_activations") is not None:
-        raise group.error("output_activations", "are not supported")
-    if weights.flag("dynamic", False):
-        raise weights.error("dynamic", "true is not supported for weights")
-    return group, weights
+    if groups is None or not groups.keys:
+        raise section.error("config_groups", "has no group; what is quantised must be said")
+    found = []
+    for name in groups.keys:
+        group = groups.section(name)
+        weights = None if group is None else group.section("weights")
+        if group is None or weights is None:
+            raise groups.error(name, "has no weights; only quantised weights are supported")
+        if group.section("output_activations") is not None:
+            raise group.error("output_activations", "are not supported")
+        if weights.flag("dynamic", False):
+            raise weights.error("dynamic", "true is not supported for weights")
+        found.append((group, weights))
+    return found
+
+
+def _strategy(weights: ConfigFile) -> str:
+    """Which weights share a scale; where it is not said, the size of groups says it."""
+    size = weights.optional_integer("group_size", minimum=-1)
+    inferred = {None: "tensor", -1: "channel"}.get(size, "group")
+    return weights.text("strategy", inferred)
 
 
 def _require(section: ConfigFile, key: str, value: int) -> None:
@@ -264,11 +284,13 @@ def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile)
         raise weights.error("symmetric", "false is not supported for float")
     rows: int | None
     columns: int | None
-    match strategy := weights.text("strategy", ""):
+    match strategy := _strategy(weights):
         case "tensor":
             rows, columns = None, None
         case "channel":
             rows, columns = 1, None
+        case "group":
+            rows, columns = 1, weights.integer("group_size")
         case "block":
             block = weights.integers("block_structure")
             if len(block) != 2:
@@ -289,14 +311,16 @@ def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile)
 def _compressed_int4(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
     if group.section("input_activations") is not None:
         raise group.error("input_activations", "are not supported with pack-quantized")
-    strategy = weights.text("strategy", "")
-    if strategy not in ("group", "channel"):
+    strategy, is_symmetric = _strategy(weights), weights.flag("symmetric", True)
+    if strategy not in ("tensor", "group", "channel"):
         raise weights.error("strategy", f"{strategy!r} is not supported with pack-quantized")
+    if strategy == "tensor" and not is_symmetric:
+        raise weights.error("symmetric", "false is not supported with a scale a tensor")
     return Quantization(
         packing=Packing.COMPRESSED_INT4,
-        tile_rows=1,
+        tile_rows=None if strategy == "tensor" else 1,
         tile_columns=weights.integer("group_size") if strategy == "group" else None,
-        has_zero_points=not weights.flag("symmetric", True),
+        has_zero_points=not is_symmetric,
         must_have_order=weights.text("actorder", "weight") in ("group", "dynamic"),
         targets=_names(group, "targets"),
         ignored=_names(section, "ignore"),

@@ -98,7 +98,7 @@ def _compressed(tensors: Tensors) -> Numbers:
     zeros = tensors.get("weight_zero_point")
     return Numbers(
         numbers=_unpacked(tensors["weight_packed"], dim=1),
-        scales=scales.reshape(scales.shape[0], -1),
+        scales=scales.reshape(scales.shape[0] if scales.dim() else 1, -1),
         zeros=None if zeros is None else _unpacked(zeros.reshape(zeros.shape[0], -1), dim=0),
         groups=tensors.get("weight_g_idx"),
     )

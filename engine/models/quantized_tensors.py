@@ -4,7 +4,7 @@
 its published weight is several tensors, each of which covers outputs and inputs in its own units:
 
     FP8              weight [out, in]             scale [out / rows, in / columns], [out, 1] or []
-    COMPRESSED_INT4  weight_packed [out, in / 8]  weight_scale [out, in / g]
+    COMPRESSED_INT4  weight_packed [out, in / 8]  weight_scale [out, in / g] or []
                      weight_zero_point [out / 8, in / g]            weight_g_idx [in]
     AWQ              qweight [in, out / 8]        scales [in / g, out]   qzeros [in / g, out / 8]
     GPTQ             qweight [in / 8, out]        scales [in / g, out]   qzeros [in / g, out / 8]
@@ -137,9 +137,10 @@ def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
         case Packing.ONLINE_FP8:
             return {"weight": _floats((one_out, one_in))}
         case Packing.COMPRESSED_INT4:
+            is_single = quantization.tile_rows is None
             tensors = {
                 "weight_packed": _words((one_out, packed_in)),
-                "weight_scale": _floats((one_out, group)),
+                "weight_scale": _floats(() if is_single else (one_out, group)),
             }
             if quantization.has_zero_points:
                 tensors["weight_zero_point"] = _words((packed_out, group))

@@ -98,6 +98,13 @@ class Asides:
         return [answer, *others]
 
 
+class NoAsides:
+    """Of a worker of one rank."""
+
+    def ask(self, work: bytes, own: Work) -> list[bytes]:
+        return [own(work)]
+
+
 class AsideThreads:
     """Another rank's side: does what is asked in threads of its own."""
 

@@ -45,6 +45,7 @@ class Heartbeat:
     def loaded(self) -> None:
         """From now on a rank is silent after `silence_s`: all of them have loaded the model."""
         self._num_looks = LOOKS
+        self._seen.clear()  # each is silent for the first time from here on
 
     def stop(self) -> None:
         self._is_over.set()

@@ -18,6 +18,7 @@ What a rank says last, and its death, come to `RankReports.on_end`. Knows no tor
 """
 
 import hashlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from engine.ranks.asides import Aside, AsideAnswer, AsideAnswers
 from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPARE_EVERY = 64  # steps
@@ -197,8 +199,19 @@ class RankReports:
         while self._end is None:
             for reader, report in self._ring.wait_reports():
                 if report != b"":
-                    self._note(reader + 1, report)
+                    self._take_one(reader + 1, report)
         self._on_end(self._end)
+
+    def _take_one(self, rank: int, report: bytes | None) -> None:
+        """What cannot be taken ends its rank, because others would wait for it for ever."""
+        try:
+            self._note(rank, report)
+        except Exception as error:
+            logger.exception("a report of rank %d", rank)
+            with self._changed:
+                reason = f"its report cannot be taken: {type(error).__name__}: {error}"
+                self._end = self._end or RankEnd(rank=rank, reason=reason)
+                self._changed.notify_all()
 
     def _note(self, rank: int, report: bytes | None) -> None:
         said = None if report is None else _reports.decode(report)

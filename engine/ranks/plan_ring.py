@@ -376,27 +376,28 @@ class PlanRingReader:
         while time.monotonic() < spin_until_s:
             if self._has_piece():
                 return True
-        words = self._memory.words
+        words, has_ended = self._memory.words, False
         words[self._line + _SLEEPS] = 1
         try:
             while True:
                 self._memory.fence()
                 if self._has_piece():
                     return True
+                if has_ended:
+                    raise RingError("the writer of the ring is dead")
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0.0:
                     return False
-                self._sleep(left_s)
+                has_ended = self._sleep(left_s)
         finally:
             words[self._line + _SLEEPS] = 0
 
-    def _sleep(self, timeout_s: float | None) -> None:
-        """Until the writer wakes this reader. Raises RingError when the writer is dead."""
+    def _sleep(self, timeout_s: float | None) -> bool:
+        """Until the writer wakes this reader; returns whether it has ended."""
         ready = self._wakes.poll(None if timeout_s is None else 1e3 * timeout_s)
-        if any(events & _ENDED for _, events in ready):
-            raise RingError("the writer of the ring is dead")
         if ready:
             _receive(self._sock)
+        return any(events & _ENDED for _, events in ready)
 
     def _take(self) -> tuple[bytes, bool]:
         """Copies the next piece and gives its slot back; returns it and whether more follows."""

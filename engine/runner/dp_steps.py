@@ -3,7 +3,9 @@
 Every rank has rows, blocks and tables of its own, and computes its own plan; in each layer with
 experts it exchanges rows with all others (engine/layers/row_exchange.py). So a rank without rows
 takes part, too, with one row of padding. Whether a graph is replayed, and of which size, is one
-decision for all ranks, because it says how many rows each of them exchanges. Knows no tables.
+decision for all ranks, because it says how many rows each of them exchanges. Where one of them has
+prompts, that is a graph of prompts on all: a step waits for the longest rank anyway. Knows no
+tables.
 """
 
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ class DpStep:
 
     own: StepPlan
     num_tokens: tuple[int, ...]  # of each rank; 1 = also of one without rows
+    max_rows: int  # of any rank, likewise; of one with drafts its lines of logits, if they are more
+    longest_row: int  # new tokens of a row of any rank
     is_decode: bool  # all ranks that have rows decode
     is_idle: bool  # no rank has rows
 
@@ -43,6 +47,8 @@ class DpSteps:
         return DpStep(
             own=plans[rank.index],
             num_tokens=tuple([max(one.num_tokens, 1) for one in plans]),
+            max_rows=max(map(_num_rows, busy), default=1),
+            longest_row=max([max(one.num_new_tokens) for one in busy], default=1),
             is_decode=all(one.is_decode for one in busy),
             is_idle=not busy,
         )
@@ -57,3 +63,8 @@ class DpSteps:
     def padded(self, num_rows: int) -> RowExchange:
         """Of a graph of so many tokens."""
         return RowExchange.padded(self._comm, num_rows)
+
+
+def _num_rows(plan: StepPlan) -> int:
+    """Rows that a graph needs, which has a line of logits for each."""
+    return max(len(plan.rows), sum(plan.num_samples)) if plan.drafts else len(plan.rows)

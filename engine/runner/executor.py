@@ -225,7 +225,7 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
-        assert self._dp is None or (prompts is None and not verify), "decode steps only, with DP"
+        assert self._dp is None or not verify, "no drafts in graphs, with DP attention"
         given = self._captured_steps(), recorder, report
         self._graphs.capture(
             *given, prompts=prompts, verify=verify, row_tokens=self._max_row_samples
@@ -296,6 +296,8 @@ class Executor:
             self._apply_rows(plan)
             if shared is not None and not plan.rows:
                 self._compute_idle(shared)
+                if self.expert_loads is not None:
+                    self.expert_loads.on_step()
                 return IdleStep(plan.step, self._slots, slot)
             computed = self._compute(plan, shared)
             if self._keeper is not None:
@@ -346,20 +348,20 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _dp_exchange(self, shared: DpStep) -> tuple[RowExchange, GraphSize | None]:
+    def _dp_exchange(
+        self, shared: DpStep
+    ) -> tuple[RowExchange, StepGraphs | None, GraphSize | None]:
         """How ranks exchange rows in a step, and the graph of those that replay one."""
         assert self._dp is not None, "the plan of one rank"
-        graphs, size = self._graphs.decode, None
-        if graphs is not None and shared.is_decode:
-            size = graphs.size_for(shared.max_tokens, shared.max_tokens, 1)
-        if self._decode_run is not None and self._decode_run.size != size:
-            self._decode_run.end()
-        return self._dp.exchange(shared, size), size
+        graphs, size = self._graphs.choose_common(shared)
+        run = self._decode_run
+        if run is not None and (graphs is not self._graphs.decode or run.size != size):
+            run.end()
+        return self._dp.exchange(shared, size), graphs, size
 
     def _compute_idle(self, shared: DpStep) -> None:
         """Take part in what the other ranks exchange."""
-        rows, size = self._dp_exchange(shared)
-        graphs = self._graphs.decode
+        rows, graphs, size = self._dp_exchange(shared)
         if graphs is not None and size is not None:
             assert self._decode_run is not None, "captured with the graphs"
             self._decode_run.end()  # its inputs are overwritten
@@ -369,16 +371,17 @@ class Executor:
         self._forward(batch, batch.logit_indices, rows=rows)
 
     def _compute(self, plan: StepPlan, shared: DpStep | None) -> ComputedStep:
-        rows, common_size = (None, None) if shared is None else self._dp_exchange(shared)
+        rows, graphs, size = (None, None, None) if shared is None else self._dp_exchange(shared)
         chunks = self._rows.prompt_logprobs.due(plan)
         if chunks:
             return self._compute_everywhere(plan, chunks, rows)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None:
             return self._replay(self._graphs.of_decodes(inputs.size), inputs)
-        graphs, size = self._graphs.decode, common_size
         if shared is None:
             graphs, size = self._graphs.choose(plan)
+        elif not plan.is_decode:
+            self._graphs.count(plan, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
             if graphs is self._graphs.decode:

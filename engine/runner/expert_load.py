@@ -4,12 +4,14 @@
     every n-th step     a copy of the counts begins, to the host
     a later step        ... has ended: `newest`
 
-Counts are those of this rank's routes: all tokens, where every rank routes all.
+Counts are those of this rank's routes: all tokens, where every rank routes all. With DP attention
+each routes its own, and those of all ranks are counted where they meet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from engine.models.llama import CausalLM
 from kernels.moe import reference
 from kernels.moe.routes import Routes
 
-Count = Callable[[Routes, Tensor], None]
+
+class Count(Protocol):
+    def __call__(self, routes: Routes, counts: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class CountingRouter:
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         routes = self.router(x, slots)
-        self._count(routes, self._counts)
+        self._count(routes=routes, counts=self._counts)
         return routes
 
 
@@ -75,6 +79,9 @@ class ExpertLoads:
         self.newest: ExpertLoad | None = None  # None = none was read yet
         count = _count_on(device)
         for mixture, row in zip(mixtures.values(), self._counts, strict=True):
+            if mixture.has_dp_attention:
+                mixture.on_gathered = partial(count, counts=row)
+                continue
             router = mixture.router
             if isinstance(router, CountingRouter):  # of an engine that is gone
                 router = router.router

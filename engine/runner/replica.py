@@ -418,9 +418,9 @@ def build_prompt_sizes(
     has_dp_attention: bool = False,
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
-    if has_dp_attention:
-        return None  # padded to the longest of any rank, they would compute it on all of them
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
+    if has_dp_attention and not asked:
+        return None  # all ranks' rows are padded to the longest of any: not without being asked
     is_possible = uses_graphs and attention.can_capture_prompts
     if (asked or is_grid) and not is_possible:
         key = "enable_batch_prefill_cuda_graph" if asked else "batch_prefill_form: grid"

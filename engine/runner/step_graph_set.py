@@ -13,6 +13,7 @@ import torch
 
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
+from engine.runner.dp_steps import DpStep
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
 from engine.runner.graphs import ExecutorStatistics, PromptStepCounter, Recorder, StepGraphs
 from engine.runner.inputs import StepBuffers
@@ -122,12 +123,19 @@ class StepGraphSet:
             num_rows = max(num_rows, sum(plan.num_samples))
         size = graphs.size_for(num_rows, *step) if graphs else None
         if not is_decode:
-            self._count(plan, size)
+            self.count(plan, size)
         return graphs, size
+
+    def choose_common(self, step: DpStep) -> tuple[StepGraphs | None, GraphSize | None]:
+        """As `choose`, of a step of ranks with DP attention: the same on all of them."""
+        graphs = self.decode if step.is_decode else self.prompt
+        if graphs is None:
+            return None, None
+        return graphs, graphs.size_for(step.max_rows, step.max_tokens, step.longest_row)
 
     def count_unreplayed(self, plan: StepPlan) -> None:
         """Count a step that replays no graph whatever its size."""
-        self._count(plan, None)
+        self.count(plan, None)
 
     def of_decodes(self, size: GraphSize) -> StepGraphs:
         """The graphs that compute a decode step of a captured size: whole, or as two batches."""
@@ -153,7 +161,8 @@ class StepGraphSet:
         pays = has_halves and two_batches.splits_decode(size.num_rows, self._row_tokens)
         return size if pays else None
 
-    def _count(self, plan: StepPlan, size: GraphSize | None) -> None:
+    def count(self, plan: StepPlan, size: GraphSize | None) -> None:
+        """Count a step with prompts; size: of the graph that it replays, if any."""
         if self._prompt_steps is not None:
             self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), size)
 

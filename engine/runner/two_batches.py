@@ -143,6 +143,10 @@ class TwoBatches:
         if split is None:
             return False
         pays = self.rule.pays(split.token, num_rows * row_tokens - split.token, is_decode=True)
+        logger.debug(
+            "two batches in a graph: split=%s row=%d token=%d rows=%d row_tokens=%d",
+            *(pays, split.row, split.token, num_rows, row_tokens),
+        )
         self._num_replayed += pays
         return pays
 

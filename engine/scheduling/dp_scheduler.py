@@ -35,34 +35,36 @@ _LEAD_SHARE = 4  # a rank may have a quarter more requests than the one with the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOffer:
+class RankLoad:
     """What a new request would find on one rank."""
 
     num_requests: int  # that wait or run
+    is_queue_full: bool
     num_tokens_before: int  # that are to be computed before it, and of itself without cached ones
     has_room: bool  # for its blocks, now
     num_available_blocks: int
 
 
-def choose_rank(offers: Sequence[RankOffer]) -> int:
-    """Where its prompt is computed first, among ranks that have few requests.
+def choose_rank(loads: Sequence[RankLoad]) -> int:
+    """Where its prompt is computed first, among ranks that take it and have few requests.
 
     A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
     """
-    fewest = min(offer.num_requests for offer in offers)
+    ranks = range(len(loads))
+    taking = [rank for rank in ranks if not loads[rank].is_queue_full] or ranks
+    fewest = min(loads[rank].num_requests for rank in taking)
     limit = fewest + 1 + fewest // _LEAD_SHARE
 
     def cost(rank: int) -> tuple[int, ...]:
-        offer = offers[rank]
+        load = loads[rank]
         return (
-            int(not offer.has_room),
-            offer.num_tokens_before,
-            offer.num_requests,
-            -offer.num_available_blocks,
+            int(not load.has_room),
+            load.num_tokens_before,
+            load.num_requests,
+            -load.num_available_blocks,
         )
 
-    candidates = [rank for rank, offer in enumerate(offers) if offer.num_requests <= limit]
-    return min(candidates, key=cost)
+    return min((rank for rank in taking if loads[rank].num_requests <= limit), key=cost)
 
 
 class DpScheduler:
@@ -75,7 +77,11 @@ class DpScheduler:
         hasher: BlockHasher,
         block_size: int,
     ) -> None:
-        """schedulers: one a rank, each over its cache in `caches`; none drafts or hands over."""
+        """schedulers: one a rank, each over its cache in `caches`; none hands over.
+
+        All have the same `Drafting`, whose books are of requests: what one rank's accept tells of
+        the others', too.
+        """
         assert len(schedulers) == len(caches.of_rank), "a scheduler and a cache for each rank"
         self.of_rank = schedulers
         self._caches = caches
@@ -88,20 +94,22 @@ class DpScheduler:
     # ---- entering and leaving -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request on a rank; CapacityError if that one's queue is full."""
+        """Queue a request on a rank; CapacityError if the queue of each is full."""
         if self._caches.of_rank[0].keeps_prefixes and not request.needs_whole_prompt:
             self._hasher.extend(request)
         ranks = range(len(self.of_rank))
-        rank = choose_rank([self._offer(request, rank) for rank in ranks])
+        rank = choose_rank([self._load(request, rank) for rank in ranks])
         self.of_rank[rank].add(request)
 
-    def _offer(self, request: Request, rank: int) -> RankOffer:
-        counts, cache = self.of_rank[rank].statistics(), self._caches.of_rank[rank]
+    def _load(self, request: Request, rank: int) -> RankLoad:
+        scheduler, cache = self.of_rank[rank], self._caches.of_rank[rank]
+        counts = scheduler.statistics()
         num_known, size = request.num_known_tokens, self._block_size
         num_hits = len(cache.match(request.block_hashes[: (num_known - 1) // size]))
         num_missing = -(-num_known // size) - num_hits
-        return RankOffer(
+        return RankLoad(
             num_requests=counts.num_waiting + counts.num_running,
+            is_queue_full=scheduler.is_queue_full,
             num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,
             has_room=num_missing + counts.num_running <= cache.num_available,
             num_available_blocks=cache.num_available,
@@ -166,12 +174,14 @@ class DpScheduler:
 
     @property
     def drafting(self) -> Drafting:
-        """No rank drafts."""
+        """Of all ranks."""
         return self.of_rank[0].drafting
 
     @property
     def is_held_for_drafts(self) -> bool:
-        return False
+        """Whether every rank with rows waits for a step in flight, so that the device does."""
+        running = [scheduler for scheduler in self.of_rank if scheduler.num_running > 0]
+        return bool(running) and all(scheduler.is_held_for_drafts for scheduler in running)
 
     @property
     def num_running(self) -> int:

@@ -56,6 +56,10 @@ class HostTier(Protocol):
         """`look`; counts as a use of the blocks."""
         ...
 
+    def num_on_disk(self, blocks: Sequence[Any]) -> int:
+        """How many of found blocks would be read from files."""
+        ...
+
     def load_seconds(self, blocks: Sequence[Any]) -> float:
         """Predicted time until these blocks would be loaded."""
         ...
@@ -71,6 +75,7 @@ class HostLoadStatistics:
 
     num_asked_blocks: int  # of prompts, not on the device
     num_hit_blocks: int  # of these, found in the tier
+    num_disk_hit_blocks: int  # of these, found in files alone
     num_unworthy_blocks: int  # found, and sooner computed than loaded; at every look
     num_wasted_blocks: int  # loaded, and nobody waited for them any more
     num_waits: int  # requests that waited for a load
@@ -119,7 +124,8 @@ class HostLoads:
         self._waits: dict[RequestKey, _Wait] = {}
         self._expected: dict[RequestKey, _Expected] = {}
         self._asked: set[RequestKey] = set()
-        self._num_asked = self._num_hits = self._num_unworthy = self._num_wasted = 0
+        self._num_asked = self._num_hits = self._num_disk_hits = 0
+        self._num_unworthy = self._num_wasted = 0
         self._num_waits = self._num_given_up = 0
         self._wait_s = 0.0
 
@@ -257,6 +263,7 @@ class HostLoads:
         return HostLoadStatistics(
             num_asked_blocks=self._num_asked,
             num_hit_blocks=self._num_hits,
+            num_disk_hit_blocks=self._num_disk_hits,
             num_unworthy_blocks=self._num_unworthy,
             num_wasted_blocks=self._num_wasted,
             num_waits=self._num_waits,
@@ -276,6 +283,7 @@ class HostLoads:
             self._asked.add(request.key)
             self._num_asked += len(hashes)
             self._num_hits += len(blocks)
+            self._num_disk_hits += self._tier.num_on_disk(blocks)
         return blocks
 
     def _has_room(self, found_ids: list[int], num_missing: int, terms: BlockTerms) -> bool:

@@ -123,7 +123,7 @@ class Scheduler:
             f"{request.key}: {num_known} known tokens leave no room below {limit}"
         )
         assert request.key not in self._running, f"{request.key} runs already"
-        if len(self._waiting) >= self._config.max_waiting:
+        if self.is_queue_full:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
         if not request.needs_whole_prompt:  # else blocks are hashed when it has filled them
             self._blocks.hash_full(request)
@@ -256,6 +256,11 @@ class Scheduler:
     def look_due_s(self) -> float | None:
         """When `plan` must be called even if nothing happens until then; None = at no time."""
         return None if self._host_loads is None else self._host_loads.due_s
+
+    @property
+    def is_queue_full(self) -> bool:
+        """Whether `add` raises CapacityError."""
+        return len(self._waiting) >= self._config.max_waiting
 
     @property
     def draft_counts(self) -> DraftCounts:

@@ -3,8 +3,9 @@
 FlashAttention-3 (arXiv:2407.08608) reads the blocks of K and V through a two-dimensional table
 [rows, blocks], while a step has its block ids in one flat list. `expand_blocks` writes the table on
 the device, once per step. The library's scheduler metadata (the split of each row's keys over the
-SMs) is also computed once per step and window, not once per layer. Attention sinks are rounded to
-bf16, in which models publish them.
+SMs) is also computed once per step and window, not once per layer. Eager steps of prompts can have
+their keys one after the other instead (`gathering.py`). Attention sinks are rounded to bf16, in
+which models publish them.
 """
 
 import importlib
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.kv.scales import KvScales
 
@@ -30,6 +32,11 @@ _BLOCK_MULTIPLE = 16
 _MAX_SINK_HEADS = 64  # the library keeps the sinks of so many heads
 _SINKS = "s_aux"  # its argument, which older ones do not take
 _COLUMNS = 1024
+# None = as suits a step. Copies were not measured yet.
+_READS: Reads | None = Reads.TABLE
+# A row with fewer is not worth a copy of its keys; and lengths of rows with drafts, which have at
+# most 17, may be known on the device alone.
+_MIN_GATHERED_TOKENS = 64
 
 
 def why_not(
@@ -122,6 +129,16 @@ class FlashAttentionMetadata:
     schedules: dict[int | None, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedKeysMetadata:
+    """Of a step whose keys lie one after the other; `gathered`: window -> keys, None = fresh."""
+
+    rows: RowTensors
+    max_new_tokens: int
+    max_keys: int
+    gathered: dict[int | None, Gathered] | None
+
+
 class StepSizes(Protocol):
     """What the library is told of a step, besides where its keys lie."""
 
@@ -186,9 +203,14 @@ class FlashAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        reads: Reads | None = _READS,
     ) -> None:
-        """Raises ValueError as `LibraryCall` does."""
+        """reads: how eager steps have their keys; None = as suits a step.
+
+        Raises ValueError as `LibraryCall` does.
+        """
         self._attend = LibraryCall(shape, block_size=block_size, dtype=dtype, device=device)
+        self._reads = reads
         self._schedule: Callable[..., Tensor] = self._attend.library.get_scheduler_metadata
         self._shape = shape
         self._block_size = block_size
@@ -196,10 +218,36 @@ class FlashAttention:
         self._device = device
         self._windows = tuple(dict.fromkeys(shape.layer_windows))
 
-    def plan(self, step: AttentionStep) -> FlashAttentionMetadata:
-        metadata = self._metadata(step.device_rows, step.max_new_tokens, step.max_keys)
-        self.begin(metadata)
-        return metadata
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        """Take memory for the largest copy and give it back, so that it is counted as needed."""
+        if self._reads is Reads.TABLE:
+            return
+        num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
+        size = (2, num_keys, self._shape.num_kv_heads, self._shape.head_dim)
+        copied = torch.empty(size, dtype=self._dtype, device=self._device)
+        del copied
+
+    def plan(self, step: AttentionStep) -> FlashAttentionMetadata | CopiedKeysMetadata:
+        reads = self._reads or _best_reads(step)
+        if reads is Reads.TABLE:
+            metadata = self._metadata(step.device_rows, step.max_new_tokens, step.max_keys)
+            self.begin(metadata)
+            return metadata
+        gathered = None
+        if reads is Reads.GATHERED:
+            gathered = gather(
+                step,
+                self._windows,
+                block_size=self._block_size,
+                num_layers=len(self._shape.layer_windows),
+                device=self._device,
+            )
+        return CopiedKeysMetadata(
+            rows=step.device_rows,
+            max_new_tokens=step.max_new_tokens,
+            max_keys=step.max_keys,
+            gathered=gathered,
+        )
 
     def run(
         self,
@@ -208,12 +256,20 @@ class FlashAttention:
         v_new: Tensor,
         layer: int,
         store: Tensor,
-        metadata: FlashAttentionMetadata,
+        metadata: FlashAttentionMetadata | CopiedKeysMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
         scales: KvScales | None = None,
     ) -> Tensor:
         assert scales is None, "a store of e4m3 numbers was refused"
+        if isinstance(metadata, CopiedKeysMetadata):
+            cu_keys = metadata.rows.cu_tokens
+            if metadata.gathered is not None:
+                gathered = metadata.gathered[self._shape.layer_windows[layer]]
+                (k_new, v_new), cu_keys = gathered.keys(store, layer), gathered.cu_keys
+            return self._attend(
+                q, layer, metadata, out, sinks, k=k_new, v=v_new, cu_seqlens_k=cu_keys
+            )
         return self._attend(
             q,
             layer,
@@ -279,6 +335,15 @@ class FlashAttention:
             ),
             schedules={},
         )
+
+
+def _best_reads(step: AttentionStep) -> Reads:
+    if not step.num_computed_tokens.any():
+        return Reads.FRESH
+    num_keys = int((step.num_computed_tokens + step.num_new_tokens).sum())
+    if step.num_new_tokens.min() < _MIN_GATHERED_TOKENS or num_keys > MAX_GATHERED_KEYS:
+        return Reads.TABLE
+    return Reads.GATHERED
 
 
 def window_size(window: int | None) -> tuple[int, int]:

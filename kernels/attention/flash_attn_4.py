@@ -2,34 +2,26 @@
 
 FlashAttention-4 (arXiv:2603.05451) is written in CuTe DSL, so that its kernels are compiled when
 they are first called: `prepare` calls each form once, and compiled code is kept on disk, by the
-versions of the packages and the architecture. It has no form for single tokens. Keys and values
-come to it in one of three ways:
-
-    fresh      no row has a history: K and V of the step itself
-    gathered   history: each row's keys are copied from the store, one row after the other
-    table      blocks of 128 tokens, which it loads as tiles; captured steps; more keys than are
-               gathered: it looks up blocks in a table [rows, blocks]
-
-Gathering costs one read and one write of the keys, a hundredth of their attention. Looking blocks
-up in a table costs each tile of queries an address for every key, but where a block is a tile.
+versions of the packages and the GPU. It has no form for single tokens. Keys and values come to it
+in one of three ways (`gathering.py`). Looking blocks up in a table costs each tile of queries an
+address for every key, but where a block is a tile, of 128 tokens.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention.flash_attn import expand_blocks, expand_blocks_torch
-from kernels.attention.gathering import key_lines, to_device
+from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors, build_step
-from kernels.kv.append import layer_lines
 from kernels.kv.scales import KvScales
 
 _PACKAGE = "flash_attn.cute"
@@ -38,18 +30,9 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: dict[int, Sequence[int]] = {9: range(16, 257, 8), 10: (*range(16, 129, 8), 256)}
 _TILE_KEYS = 128
 _MAX_TILE_HEAD_DIM = 128  # beyond, a tile has fewer keys
-_MAX_GATHERED_KEYS = 131_072
 # Beyond so many rows the library launches other kernels.
 _FEW_ROWS = 256
 _CACHE = Path("~/.cache/laps/flash_attn_4")
-
-
-class Reads(Enum):
-    """How keys and values are read."""
-
-    FRESH = auto()
-    GATHERED = auto()
-    TABLE = auto()
 
 
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -76,16 +59,6 @@ def _is_installed() -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gathered:
-    """Each row's keys that some query of it sees, one row after the other."""
-
-    # [2, keys] int64  layer-0 line of the K, and of the V
-    lines: Tensor
-    # [R + 1] int32
-    cu_keys: Tensor
-
-
 @dataclass(slots=True, kw_only=True)
 class FlashAttention4Metadata:
     """Data that all layers of a step share."""
@@ -95,7 +68,7 @@ class FlashAttention4Metadata:
     # [R, blocks] int32, if read by table
     table: Tensor | None = None
     # window -> keys, if gathered
-    gathered: dict[int | None, _Gathered] | None = None
+    gathered: dict[int | None, Gathered] | None = None
 
 
 class FlashAttention4:
@@ -130,7 +103,7 @@ class FlashAttention4:
         left for the store counts it.
         """
         shape = self._shape
-        num_keys = min(_MAX_GATHERED_KEYS, max_rows * max_row_keys)
+        num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
         gathered = [self._zeros(num_keys, shape.num_kv_heads) for _ in range(2)]
         del gathered
         parts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
@@ -168,8 +141,7 @@ class FlashAttention4:
             keys = {"k": k_new, "v": v_new, "cu_seqlens_k": metadata.rows.cu_tokens}
         elif metadata.gathered is not None:
             gathered = metadata.gathered[window]
-            lines = layer_lines(store, layer)
-            k, v = (lines.index_select(0, plane) for plane in gathered.lines)
+            k, v = gathered.keys(store, layer)
             keys = {"k": k, "v": v, "cu_seqlens_k": gathered.cu_keys}
         else:
             assert metadata.table is not None, "read by table"
@@ -225,7 +197,7 @@ class FlashAttention4:
         if not step.num_computed_tokens.any():
             return Reads.FRESH
         num_keys = int((step.num_computed_tokens + step.num_new_tokens).sum())
-        if self._loads_blocks or num_keys > _MAX_GATHERED_KEYS:
+        if self._loads_blocks or num_keys > MAX_GATHERED_KEYS:
             return Reads.TABLE
         return Reads.GATHERED
 
@@ -241,29 +213,14 @@ class FlashAttention4:
                 return FlashAttention4Metadata(
                     reads=reads,
                     rows=step.device_rows,
-                    gathered={window: self._gathered(step, window) for window in self._windows},
+                    gathered=gather(
+                        step,
+                        self._windows,
+                        block_size=self._block_size,
+                        num_layers=len(self._shape.layer_windows),
+                        device=self._device,
+                    ),
                 )
-
-    def _gathered(self, step: AttentionStep, window: int | None) -> _Gathered:
-        """Keys before a window are left out: queries are counted from a row's last key back."""
-        first = np.zeros_like(step.num_computed_tokens)
-        if window is not None:
-            first = np.maximum(step.num_computed_tokens - window + 1, 0)
-        counts = step.num_computed_tokens + step.num_new_tokens - first
-        ends = np.cumsum(counts)
-        rows = np.repeat(np.arange(step.num_rows), counts)
-        positions = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)
-        lines = key_lines(
-            step,
-            rows,
-            positions,
-            block_size=self._block_size,
-            num_layers=len(self._shape.layer_windows),
-        )
-        cu_keys = np.concatenate(([0], ends)).astype(np.int32)
-        return _Gathered(
-            lines=to_device(lines, self._device), cu_keys=to_device(cu_keys, self._device)
-        )
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros((*size, self._shape.head_dim), dtype=self._dtype, device=self._device)
@@ -279,23 +236,40 @@ def _import_library() -> Callable[..., tuple[Tensor, Tensor | None]]:
             f"flash_attn.cute is installed and does not work: {error}; it needs nvidia-cutlass-dsl"
             " and quack-kernels of versions that go together"
         ) from error
-    _keep_compiled(interface, cache_utils)
+    _keep_compiled(interface, cache_utils, _CACHE.expanduser() / _cache_name())
     attend: Callable[..., tuple[Tensor, Tensor | None]] = interface.flash_attn_varlen_func
     return attend
 
 
-def _keep_compiled(interface: Any, cache_utils: Any) -> None:  # noqa: ANN401 - foreign modules
+def _keep_compiled(interface: Any, cache_utils: Any, folder: Path) -> None:  # noqa: ANN401 - foreign
     """Have the library keep compiled code on disk, which it does by itself only if asked to.
 
-    It tells code apart by its sources, the versions of the packages, the architecture and the form.
+    It tells code apart by its sources, the versions of most packages and the form. Raises
+    ValueError if it cannot write.
     """
     if cache_utils.CUTE_DSL_CACHE_ENABLED:
         return
     cache_utils.CUTE_DSL_CACHE_ENABLED = True
-    cache_utils.CUTE_DSL_CACHE_DIR = str(_CACHE.expanduser())
-    for name, function in (
-        ("fwd", interface._flash_attn_fwd),
-        ("tile_cumsum", interface._compute_tile_cumsum),
-        ("blocks_to_batch", interface._compute_blocks_to_batch),
-    ):
-        function.compile_cache = cache_utils.get_jit_cache(name)
+    cache_utils.CUTE_DSL_CACHE_DIR = str(folder)
+    try:
+        for name, function in (
+            ("fwd", interface._flash_attn_fwd),
+            ("tile_cumsum", interface._compute_tile_cumsum),
+            ("blocks_to_batch", interface._compute_blocks_to_batch),
+        ):
+            function.compile_cache = cache_utils.get_jit_cache(name)
+    except OSError as error:
+        raise ValueError(
+            f"compiled kernels of FlashAttention-4 cannot be kept: {error}; make that folder"
+            " writable, or set FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 and"
+            " FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to another one"
+        ) from error
+
+
+def _cache_name() -> str:
+    """What the library's keys lack: not all of them have the GPU, none has this package."""
+    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name())
+    try:
+        return f"{gpu}_quack-{importlib.metadata.version('quack-kernels')}"
+    except importlib.metadata.PackageNotFoundError:
+        return gpu

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo.config
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention import flex_attention as flex
 
 from kernels.attention.flex_packing import (
@@ -132,6 +131,21 @@ class FlexAttention:
         """
         if not self._is_compiled:
             return
+        try:
+            self._compile(max_row_tokens, max_row_keys)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's function may raise anything on this device
+            function = self._shape.mask_function
+            if function is None:
+                raise
+            reason = str(error).partition("\n")[0]
+            raise BackendUnavailable(
+                f"flex cannot compile mask {function.name}: {reason}; it may use torch's operations"
+                " on its two arguments and Python's numbers"
+            ) from error
+
+    def _compile(self, max_row_tokens: int, max_row_keys: int) -> None:
         for mask in self._masks.values():
             mask.classify(max_row_keys)
         shape = self._shape
@@ -139,16 +153,7 @@ class FlexAttention:
         for num_queries, num_keys in self._packing.all_sizes(max_row_tokens, max_row_keys):
             q = self._zeros(num_queries, shape.num_heads)
             k, v = (self._zeros(num_keys, shape.num_kv_heads) for _ in range(2))
-            block_mask = self._empty_mask(num_queries, num_keys)
-            try:
-                self._attend(q, k, v, block_mask, sinks)
-            except TorchDynamoException as error:
-                if shape.mask_function is None:
-                    raise
-                reason = str(error).partition("\n")[0]
-                raise BackendUnavailable(
-                    f"flex cannot compile mask {shape.mask_function.name}: {reason}"
-                ) from error
+            self._attend(q, k, v, self._empty_mask(num_queries, num_keys), sinks)
 
     @torch.inference_mode()
     def plan(self, step: AttentionStep) -> FlexMetadata:

@@ -203,22 +203,32 @@ class Found:
         return 1e3 * statistics.median(s for num_rows, s in self.steps if num_rows == most)
 
 
+def accept_synthetically(ours: EngineInProcess, probability: float = 0.0) -> SyntheticAcceptance:
+    """From now on each draft counts with the probability. Call it before the first step.
+
+    Drafts are a model's, if one drafts, else arbitrary ids in place of n-grams.
+    """
+    core, made = ours.engine.core, list[SyntheticAcceptance]()
+    if isinstance(core.scheduler.drafting.drafter, RequestNgrams):
+        core.scheduler.drafting.drafter = ArbitraryDrafts()
+
+    def wrap(executor: Executor) -> SyntheticAcceptance:
+        made.append(SyntheticAcceptance(executor, seed=0))
+        return made[0]
+
+    core.wrap_executor(wrap)
+    made[0].probability = probability
+    return made[0]
+
+
 class Bench:
     """Times numbers of rows on one engine."""
 
     def __init__(self, ours: EngineInProcess, *, seed: int) -> None:
         self._ours = ours
         self._prompts = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
-        self.acceptance: SyntheticAcceptance | None = None
-        drafting = ours.engine.core.scheduler.drafting
-        if drafting.drafter is not None:
-            if isinstance(drafting.drafter, RequestNgrams):
-                drafting.drafter = ArbitraryDrafts()
-            ours.engine.core.wrap_executor(self._wrap)
-
-    def _wrap(self, executor: Executor) -> SyntheticAcceptance:
-        self.acceptance = SyntheticAcceptance(executor, seed=0)
-        return self.acceptance
+        drafts = ours.engine.core.scheduler.drafting.drafter is not None
+        self.acceptance = accept_synthetically(ours) if drafts else None
 
     def measure(self, work: tuple[int, int], num_rounds: int) -> Found:
         """work: rows, and tokens of each before the first. A short round that is left is first."""

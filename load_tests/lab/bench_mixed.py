@@ -10,14 +10,18 @@
         configs/h200_unified_x4.yaml --model DIR/qwen3-8b --clients 8 --rates 64 96 --limits
         100,1000,50 --search
     python -m load_tests.lab.bench_mixed --config configs/gpu.yaml --rates 16 24
+    python -m load_tests.lab.bench_mixed --rates 16 24 --set model.quantization=fp8 \\
+        cache.kv_dtype=fp8_e4m3
     python -m load_tests.lab.bench_mixed --rates 300 --share-long 0 --duration-s 2 \\
         --window none adaptive fixed
+    python -m load_tests.lab.bench_mixed --rates 16 24 --accepted 3:2.5
 
 Variants (graphs x queue x mix x window) take turns, rates in the order given, seeds pooled. Put
 first what matters most: when `--budget-s` is over, what is left is not run, and said so. `--json`
 is written again after every rate. With `--config` the engine is that of the file, and what it chose
-for its device is printed. Greedy, no end of sequence; prompts are new to an engine of this
-process and to a server that was just started. Knows no Ray.
+for its device is printed. `--accepted`: each variant with drafts, too, as the controller decides,
+of which so many count (`bench_accepted`). Greedy, no end of sequence; prompts are new to an engine
+of this process and to a server that was just started. Knows no Ray.
 """
 
 import argparse
@@ -36,6 +40,7 @@ from configs.load import load_config
 from configs.schema import AppConfig
 from engine.models.spec import load_spec
 from load_tests.lab.application import running
+from load_tests.lab.bench_accepted import Drafts, accept_synthetically
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.mixed_http import serve_over_http
 from load_tests.lab.mixed_sweep import Budget, Results, Serve, Sweep, note
@@ -65,6 +70,7 @@ _ENGINE_SWITCHES = (
     "window",
     "max_step_ms",
     "graphs",
+    "accepted",
 )
 _MODEL_SWITCHES = ("device", "max_model_len", "num_blocks")  # which a file leaves open
 
@@ -78,6 +84,7 @@ class Variant:
     window: str
     graphs: str
     max_step_ms: float | None = None  # None: as the configuration has it
+    drafts: Drafts | None = None  # at most so many; so long if all were verified
 
     @property
     def label(self) -> str:
@@ -85,6 +92,7 @@ class Variant:
         if self.queue == "laps":
             parts += [self.mix] + ([f"window {self.window}"] if self.window != "none" else [])
         parts += [] if self.max_step_ms is None else [f"{self.max_step_ms:g} ms"]
+        parts += [] if self.drafts is None else [f"drafts {self.drafts.accepted_length:g}"]
         return ", ".join(parts + ([f"graphs {self.graphs}"] if self.graphs != "auto" else []))
 
     @property
@@ -101,6 +109,11 @@ class Variant:
             keys["laps.enable_batch_prefill_cuda_graph"] = self.graphs != "off"
         if self.graphs not in ("auto", "off"):
             keys["laps.batch_prefill_form"] = self.graphs
+        if self.drafts is not None:
+            keys |= {
+                "speculation.drafter": "ngram",
+                "speculation.max_drafts": self.drafts.num_drafts,
+            }
         return keys
 
 
@@ -118,14 +131,19 @@ class FileVariant:
     def overrides(self) -> dict[str, object]:
         return {}
 
+    @property
+    def drafts(self) -> Drafts | None:
+        return None
+
 
 def build_variants(args: argparse.Namespace) -> list[Variant] | list[FileVariant]:
     """Every combination that differs: mix, window and step time are of the laps queue alone."""
     if args.config is not None:
         return [FileVariant(path=args.config)]
     variants = []
-    for graphs, queue, mix, window, max_step_ms in itertools.product(
-        args.graphs, args.queue, args.mix, args.window, args.max_step_ms
+    sides = [None] if args.accepted is None else [None, args.accepted]
+    for graphs, queue, mix, window, max_step_ms, drafts in itertools.product(
+        args.graphs, args.queue, args.mix, args.window, args.max_step_ms, sides
     ):
         is_laps = queue == "laps"
         variants.append(
@@ -135,6 +153,7 @@ def build_variants(args: argparse.Namespace) -> list[Variant] | list[FileVariant
                 window=window if is_laps else "none",
                 graphs=graphs,
                 max_step_ms=max_step_ms if is_laps else None,
+                drafts=drafts,
             )
         )
     return list(dict.fromkeys(variants))
@@ -158,6 +177,11 @@ def engine_config(
         "scheduler.max_num_seqs": args.max_rows,
         **overrides,
     }
+    if args.device == "cuda" and "speculation.drafter" in overrides:
+        of_steps |= {
+            "speculation.attention_backend": "decode",
+            "speculation.max_graph_tokens": 1024,
+        }
     if args.config is not None:
         # Without Ray no worker asks for a GPU, so the file's engine runs on a CPU too.
         of_steps = {} if args.device == "cuda" else {"workers.num_gpus": 0}
@@ -196,6 +220,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", nargs="+", default=["none"], metavar="none|adaptive|fixed")
     parser.add_argument("--max-step-ms", type=float, nargs="+", default=[None], metavar="MS")
     parser.add_argument("--graphs", nargs="+", default=["auto"], metavar="auto|off|ragged|grid")
+    parser.add_argument("--accepted", type=Drafts.parse, metavar="DRAFTS:LENGTH")
     parser.add_argument("--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limits", type=limits_from_text, metavar="SHORT,LONG,TPOT", help="in ms")
     parser.add_argument("--search", action="store_true", help="for the highest good rate")
@@ -317,6 +342,8 @@ def _run_in_process(
     for variant in build_variants(args) if args.rates else ():
         note(f"{variant.label}: starting the engine")
         ours = start(variant.overrides)
+        if variant.drafts is not None:
+            accept_synthetically(ours, variant.drafts.probability)
         warm_up(ours, _warm_up_load(args))
         keep_costs = partial(_keep_costs, results, variant.label, ours)
         _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep_costs)

@@ -4,6 +4,7 @@
     python -m load_tests.lab.bench_mixed_vllm --shapes qwen3-8b --rates 16 24 \\
         --batched-tokens 2048 --long-threshold 1024 --short-first --limits 100,1000,50 --search >
         vllm.txt
+    python -m load_tests.lab.bench_mixed_vllm --quantization fp8 --kv-dtype fp8 --short-first
 
 The same arrivals by seed, the same prompts, quantiles and search; greedy, no end of sequence, no
 prefix cache, random weights. Prints one `RESULT {json}` line a rate, which bench_mixed's `--peer`
@@ -66,6 +67,8 @@ class VllmEngine:
             enable_prefix_caching=False,
             max_num_seqs=MAX_ROWS,
             max_num_batched_tokens=args.batched_tokens,
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_dtype,
             long_prefill_token_threshold=args.long_threshold,
             scheduling_policy="priority" if args.short_first else "fcfs",
         )
@@ -141,6 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up-s", type=float, default=5.0, help="of the same load, first")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="vLLM's token budget")
     parser.add_argument("--long-threshold", type=int, default=0, help="vLLM's; 0 = none")
+    parser.add_argument("--quantization", help="vLLM's: fp8 rounds the weights as they are made")
+    parser.add_argument("--kv-dtype", default="auto", help="vLLM's kv_cache_dtype: fp8")
     parser.add_argument("--short-first", action="store_true", help="vLLM's priority scheduling")
     parser.add_argument("--limits", type=limits_from_text, metavar="SHORT,LONG,TPOT", help="ms")
     parser.add_argument("--search", action="store_true", help="for the highest good rate")
@@ -155,6 +160,8 @@ def label(args: argparse.Namespace) -> str:
     parts = [f"{args.batched_tokens} batched tokens"]
     parts += [f"long threshold {args.long_threshold}"] if args.long_threshold else []
     parts += ["short first"] if args.short_first else []
+    parts += [f"{args.quantization} weights"] if args.quantization else []
+    parts += [f"{args.kv_dtype} KV"] if args.kv_dtype != "auto" else []
     return "vLLM, " + ", ".join(parts)
 
 

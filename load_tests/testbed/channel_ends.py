@@ -184,11 +184,12 @@ class End:
             request.epoch,
             rank,
             config.transfer_deadline_s,
+            address=self.address,
             floor_gb_s=config.floors_gb_s.gloo_pair,
             empty=self.pieces.empty,
         )
         try:
-            await connection.open(self._board, request.rendezvous_key, self.address)
+            await connection.open(self._board, request.rendezvous_key)
         except BaseException:
             await connection.close()
             raise

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
 _MAX_FP8 = 448.0
+_BF16 = torch.bfloat16
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i of a word hold this output of eight
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_LINEARS = ("w1", "w2", "w3")
@@ -178,6 +179,14 @@ def _compressed_int4(
     return publish
 
 
+def _compressed_tensor(matrix: Array, _: np.random.Generator) -> Published:
+    """One scale for all of the matrix."""
+    scale, used = _stored(np.abs(matrix).max().reshape(1) / 7.5, _BF16)
+    numbers = np.clip(np.round(matrix / used) + 8, 0, 15)
+    tensors = {"weight_packed": pack_words(numbers, 1), "weight_scale": scale}
+    return Published(tensors, (numbers - 8) * used)
+
+
 def _awq(size: int) -> Callable[[Array, np.random.Generator], Published]:
     def publish(matrix: Array, _: np.random.Generator) -> Published:
         groups = _groups(matrix.shape[1], size, None)
@@ -306,7 +315,6 @@ def _fp4_weights(size: int) -> dict[str, object]:
 
 _AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 _GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4}
-_BF16 = torch.bfloat16
 
 FORMS: dict[str, Form] = {
     "fp8-block": Form(
@@ -327,8 +335,9 @@ FORMS: dict[str, Form] = {
         config=_compressed_config("float-quantized", _fp8_weights("channel"), _FP8_INPUTS),
         publish=_fp8((1, None), dtype=_BF16),
     ),
-    "ct-fp8-tensor": Form(
-        config=_compressed_config("float-quantized", _fp8_weights("tensor"), _FP8_INPUTS),
+    "ct-fp8-tensor": Form(  # as early versions wrote it
+        config=_compressed_config("naive-quantized", _fp8_weights("tensor"), _FP8_INPUTS)
+        | {"quantization_status": "frozen"},
         publish=_fp8((None, None), dtype=_BF16, tensor_shape=(1,)),
         section="compression_config",
     ),
@@ -337,6 +346,12 @@ FORMS: dict[str, Form] = {
             "float-quantized", _fp8_weights("block", block_structure=[64, 32])
         ),
         publish=_fp8((64, 32)),
+    ),
+    "ct-fp8-group": Form(
+        config=_compressed_config(
+            "float-quantized", _fp8_weights("group", group_size=32), _FP8_INPUTS
+        ),
+        publish=_fp8((1, 32), dtype=_BF16),
     ),
     "ct-int4-32": Form(
         config=_compressed_config("pack-quantized", _int4_weights(32, is_symmetric=True)),
@@ -351,6 +366,13 @@ FORMS: dict[str, Form] = {
     "ct-int4-channel": Form(
         config=_compressed_config("pack-quantized", _int4_weights(None, is_symmetric=False)),
         publish=_compressed_int4(None, is_symmetric=False, dtype=torch.float32),
+        multiple=16,
+    ),
+    "ct-int4-tensor": Form(
+        config=_compressed_config(
+            "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor"}
+        ),
+        publish=_compressed_tensor,
         multiple=16,
     ),
     "ct-int4-order": Form(

@@ -64,18 +64,20 @@ def handoffs(application: Application) -> tuple[int, int]:
     return sender["num_sent"], sender["num_retries"] + sum(sender["failures"].values())
 
 
+@pytest.mark.parametrize("by_ranks", [False, True], ids=["by rank 0", "by ranks"])
 @pytest.mark.parametrize("channel", ["gloo_pair", "object_store"])
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1), (2, 4)])
 def test_answers_are_those_of_one_process_whatever_the_sizes(
-    cluster: Cluster, sizes: tuple[int, int], channel: str
+    cluster: Cluster, sizes: tuple[int, int], channel: str, by_ranks: bool
 ) -> None:
     asked = {
+        "handoff.pull_by_ranks": by_ranks,
         "workers.prefill_tensor_parallel_size": sizes[0],
         "workers.decode_tensor_parallel_size": sizes[1],
         "handoff.channel": channel,
         "workers.stall_s": 20.0,
     }
-    name = f"{NAME}-{sizes[0]}-{sizes[1]}-{channel.replace('_', '-')}"
+    name = f"{NAME}-{sizes[0]}-{sizes[1]}-{channel.replace('_', '-')}-{by_ranks:d}"
     application = cluster.run(name, OVERRIDES | asked)
     check_answers(application)
     assert handoffs(application) == (6, 0)

@@ -127,6 +127,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
         ),
         (
+            "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",
+            ["handoff.pull_by_ranks", "no prefill or decode worker", "or this to false"],
+        ),
+        (
             "workers: {tensor_parallel_size: 2, num_gpus: 2}\nmodel: {device: cuda}",
             ["workers.num_gpus: 2", "tensor_parallel_size 2", "set it to 1"],
         ),
@@ -156,8 +160,12 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "not supported yet", "workers.unified"],
         ),
         (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram}}",
-            ["workers.enable_dp_attention", "ngram", "drafter to none"],
+            f"workers: {{{DP}}}\nspeculation: {{drafter: mtp}}",
+            ["workers.enable_dp_attention", "mtp", "set ngram or none"],
+        ),
+        (
+            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram, max_graph_tokens: 64}}",
+            ["workers.enable_dp_attention", "max_graph_tokens", "set it to 0"],
         ),
         (
             f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"
@@ -165,12 +173,8 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "enable_two_batch_overlap", "one of the two"],
         ),
         (
-            f"workers: {{{DP}}}\nlaps: {{enable_batch_prefill_cuda_graph: true}}",
-            ["workers.enable_dp_attention", "only decode steps", "leave out"],
-        ),
-        (
-            f"workers: {{{DP}}}\nexecution: {{expert_load_steps: 8}}",
-            ["workers.enable_dp_attention", "expert_load_steps", "set both to 0"],
+            f"workers: {{{DP}}}\nlaps: {{batch_prefill_form: grid}}",
+            ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
         ),
         (
             f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",

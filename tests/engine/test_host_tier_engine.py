@@ -113,6 +113,9 @@ def test_a_disk_tier_answers_after_a_restart_as_one_without_a_cache(
         assert load is not None
         assert load.disk is not None
         assert (load.num_corrupt, load.disk.num_void_files) == (0, 0)
+        assert load.disk.num_asked <= load.num_asked
+        assert load.disk.num_hit <= min(load.disk.num_asked, load.num_hit)
+        assert (load.disk.num_hit > 0) == (load.disk.read_s > 0) == (load.disk.num_loaded > 0)
         num_loaded.append(load.disk.num_loaded)
         engine.close()
         assert not (FOLDER / f"{PREFIX}{name_for(KEY)}").exists()

@@ -23,7 +23,7 @@ class AskedRanks:
         self.ends: list[RankEnd] = []
         self.failures: list[Exception] = []  # of ranks that could not answer
         self._ring = PlanRing(name, len(works), PATIENCE_S)
-        self._readers: dict[int, PlanRingReader] = {}
+        self.readers: dict[int, PlanRingReader] = {}
         self._threads = [
             threading.Thread(target=self._follow, args=(name, rank, work))
             for rank, work in enumerate(works, start=1)
@@ -46,21 +46,21 @@ class AskedRanks:
         self._leading.stop()
         for thread in self._threads:
             thread.join(PATIENCE_S)
-        for reader in self._readers.values():
+        for reader in self.readers.values():
             reader.close()
         assert self._has_ended.wait(PATIENCE_S)
         self._ring.close()
 
     def end(self, rank: int) -> None:
         """As if its process died, as far as the first rank sees."""
-        self._readers[rank]._sock.shutdown(2)
+        self.readers[rank]._sock.shutdown(2)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)
         self._has_ended.set()
 
     def _follow(self, name: str, rank: int, work: Work) -> None:
-        ring = self._readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
+        ring = self.readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
         with suppress(RingError):  # of the rank that ends
             asides = AsideThreads(ring, work, self.failures.append)
             Follower(NO_STEPS, ring, print, None, asides.begin).run()

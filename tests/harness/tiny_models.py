@@ -1,5 +1,6 @@
 """Random-weight Hugging Face folders of every supported architecture, made with transformers."""
 
+import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -269,12 +270,27 @@ def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object)
 
 def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """What transformers computes for one sequence after loading `folder` itself, [T, vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(
+    with torch.inference_mode():
+        logits: torch.Tensor = _load_causal(folder, _digest(folder))(
+            torch.tensor([token_ids])
+        ).logits
+    return logits[0]
+
+
+def _digest(folder: Path) -> bytes:
+    """Of all that is in its files: a test may change them and ask again."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+@lru_cache(maxsize=4)
+def _load_causal(folder: Path, digest: bytes) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
         for layer in model.model.layers:  # transformers 5.17 has 7.0, whatever the file says
             layer.mlp.experts.limit = limit
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
+    return model

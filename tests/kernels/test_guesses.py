@@ -29,7 +29,6 @@ SEED = random.SystemRandom().randrange(10**6)
 
 def test_rows_get_what_the_host_accepts() -> None:
     """Of rows with none to five drafts, some lines not finite, beside rows without drafts."""
-    print("seed", SEED)
     draw = random.Random(SEED)
     max_rows, width = 9, 6
     for _ in range(60):

@@ -63,17 +63,18 @@ def offer_store(store: Tensor) -> bytes:
 
 
 class CudaIpcSender:
-    """The sending end: names blocks, and waits."""
+    """The sending end: names blocks, and waits. So it is wherever ranks get blocks themselves."""
 
-    def __init__(self, epoch: int, deadline_s: float) -> None:
+    def __init__(self, epoch: int, deadline_s: float, kind: ChannelKind = "cuda_ipc") -> None:
         self._epoch = epoch
         self._deadline_s = deadline_s
+        self._kind = kind
         self._next_seq = 0
         self._is_open = True
 
     @property
     def kind(self) -> ChannelKind:
-        return "cuda_ipc"
+        return self._kind
 
     @property
     def epoch(self) -> int:
@@ -82,7 +83,7 @@ class CudaIpcSender:
     async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
-        assert data is None or isinstance(data, StoredBlocks), "it carries blocks of a GPU"
+        assert data is None or isinstance(data, StoredBlocks), "it names blocks"
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         payload = [] if data is None else [list(data.block_ids)]
         return await acknowledged(asyncio.ensure_future(deliver(seq, payload)), self._deadline_s)
@@ -120,20 +121,31 @@ class Puller(Protocol[S_contra]):
 class PulledBlocks(ArrivedBlocks, Generic[S]):
     """A piece that lies in the sender's store until it is written, straight from there."""
 
-    def __init__(self, pieces: Puller[S], source: S, source_ids: list[int]) -> None:
+    def __init__(
+        self,
+        pieces: Puller[S],
+        source: S,
+        source_ids: list[int],
+        on_end: Callable[["PulledBlocks[S]"], None],
+    ) -> None:
+        """on_end: called when nothing reads the sender's store for this piece any more."""
         self._pieces = pieces
         self._source = source
         self._source_ids = source_ids
+        self._on_end = on_end
 
     @property
     def nbytes(self) -> int:
         return len(self._source_ids) * self._pieces.block_bytes
 
     async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
-        return await self._pieces.pull(self._source, self._source_ids, block_ids, digests)
+        try:
+            return await self._pieces.pull(self._source, self._source_ids, block_ids, digests)
+        finally:
+            self._on_end(self)
 
     def discard(self) -> None:
-        """Does nothing: no memory was copied."""
+        self._on_end(self)
 
 
 class CudaIpcReceiver(Generic[S]):
@@ -152,6 +164,8 @@ class CudaIpcReceiver(Generic[S]):
         self._source = source
         self._on_close = on_close
         self._numbers = PieceNumbers()
+        self._unread: set[PulledBlocks[S]] = set()
+        self._all_read = asyncio.Event()
         self._is_open = True
 
     @property
@@ -172,12 +186,22 @@ class CudaIpcReceiver(Generic[S]):
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"
         source_ids = self._check(num_bytes, payload)
-        return PulledBlocks(self._pieces, self._source, source_ids)
+        piece = PulledBlocks(self._pieces, self._source, source_ids, self._end)
+        self._unread.add(piece)
+        return piece
 
     async def close(self) -> None:
+        """Waits for pieces that were received: until they end, the sender's store stays mapped."""
         was_open, self._is_open = self._is_open, False
+        if self._unread:
+            await self._all_read.wait()
         if was_open and self._on_close is not None:
             await self._on_close()
+
+    def _end(self, piece: PulledBlocks[S]) -> None:
+        self._unread.discard(piece)
+        if not self._unread and not self._is_open:
+            self._all_read.set()
 
     def _check(self, num_bytes: int, payload: list[Any]) -> list[int]:
         try:

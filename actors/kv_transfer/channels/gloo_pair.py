@@ -76,12 +76,60 @@ _CPU = torch.device("cpu")
 GLOO_PATIENCE = 5  # a listening end waits for the other's connection this many times its timeout
 
 
-class GlooConnection:
-    """One end of a 2-rank gloo group, driven by its own thread in one order.
+class GlooWire:
+    """A gloo group of two; its calls block, each up to a deadline, and one runs at a time.
 
-    Gloo cannot be interrupted: every operation has a deadline instead, and after the first failure
-    the group is dropped, which the other end sees as a closed connection.
+    Gloo cannot be interrupted, so after a failure it must be closed, which the other end sees.
     """
+
+    device = _CPU
+
+    def __init__(self, handshake: Handshake, deadline_s: float, address: str) -> None:
+        """address: where it listens while it opens."""
+        self._handshake = handshake
+        self._deadline_s = deadline_s
+        self._address = address
+        self._store: RendezvousStore | None = None  # gloo may call it as long as the group lives
+        self._group: Any = None  # ProcessGroupGloo
+
+    def open(self, client: RendezvousClient, key: str) -> None:
+        """Meets the other end, connects, exchanges epochs and checks the rate."""
+        gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
+        options = gloo._Options()
+        # Of the connecting alone: the store has its own deadline, and so has every operation.
+        options._timeout = timedelta(seconds=self._deadline_s / GLOO_PATIENCE)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=self._address)]
+        rank = self._handshake.rank
+        self._store = RendezvousStore(client, self._deadline_s)
+        self._group = gloo(dist.PrefixStore(key, self._store), rank, 2, options)
+        exchange_handshakes(self, self._handshake)
+        if rank == SENDER_RANK:
+            remove_keys(client, key)
+
+    def send(self, data: Tensor) -> None:
+        self._wait(self._require_group().send([data], 1 - self._handshake.rank, 0), "send")
+
+    def receive(self, data: Tensor) -> None:
+        self._wait(self._require_group().recv([data], 1 - self._handshake.rank, 0), "receive")
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._group = None
+        self._store = None
+
+    def _wait(self, work: Any, verb: str) -> None:  # noqa: ANN401 - torch types it loosely
+        if not work.wait(timedelta(seconds=self._deadline_s)):
+            raise HandoffError(f"the channel did not {verb} within {self._deadline_s} s")
+
+    def _require_group(self) -> Any:  # noqa: ANN401
+        if self._group is None:
+            raise HandoffError(f"the channel of epoch {self._handshake.epoch} is closed")
+        return self._group
+
+
+class GlooConnection:
+    """One end of a pair: a wire that is driven by its own thread in one order."""
 
     def __init__(
         self,
@@ -89,17 +137,16 @@ class GlooConnection:
         rank: int,
         deadline_s: float,
         *,
+        address: str,
         floor_gb_s: float = 0.0,
         empty: Callable[[int], PieceBytes] = pageable,
     ) -> None:
-        """`empty(num_bytes)` makes a buffer to receive into."""
+        """`empty(num_bytes)` makes a buffer to receive into; address: as of `GlooWire`."""
         self.deadline_s = deadline_s
-        self._handshake = Handshake(epoch=epoch, rank=rank, device=_CPU, floor_gb_s=floor_gb_s)
+        handshake = Handshake(epoch=epoch, rank=rank, device=_CPU, floor_gb_s=floor_gb_s)
         self._empty = empty
-        self._thread = PairThread(epoch, self._drop)
-        # Touched by the thread only:
-        self._store: RendezvousStore | None = None  # gloo may call it as long as the group lives
-        self._group: Any = None  # ProcessGroupGloo
+        self._wire = GlooWire(handshake, deadline_s, address)  # touched by the thread only
+        self._thread = PairThread(epoch, self._wire.close)
 
     @property
     def kind(self) -> ChannelKind:
@@ -107,17 +154,17 @@ class GlooConnection:
 
     @property
     def epoch(self) -> int:
-        return self._handshake.epoch
+        return self._thread.epoch
 
     @property
     def is_open(self) -> bool:
         return self._thread.is_open
 
     def start_send(self, staged: PieceBytes) -> "asyncio.Future[None]":
-        return self._thread.start(lambda: self.send(torch.from_numpy(staged)))
+        return self._thread.start(lambda: self._wire.send(torch.from_numpy(staged)))
 
     def start_receive(self, staged: PieceBytes) -> "asyncio.Future[None]":
-        return self._thread.start(lambda: self.receive(torch.from_numpy(staged)))
+        return self._thread.start(lambda: self._wire.receive(torch.from_numpy(staged)))
 
     def start_nothing(self) -> "asyncio.Future[None]":
         return self._thread.start(lambda: None)
@@ -132,48 +179,13 @@ class GlooConnection:
     def release(self, staged: PieceBytes) -> None:
         """Does nothing: host memory is freed with its last reference."""
 
-    async def open(self, client: RendezvousClient, key: str, address: str) -> None:
+    async def open(self, client: RendezvousClient, key: str) -> None:
         """Meet the other end, connect, exchange epochs and check the rate."""
-        await self._thread.start(lambda: self._open(client, key, address))
+        await self._thread.start(lambda: self._wire.open(client, key))
 
     async def close(self) -> None:
         """Refuse new operations, wait for the queued ones (bounded by their deadlines), hang up."""
         await self._thread.close()
-
-    # ---- operations, in the thread --------------------------------------------------------------
-
-    def _open(self, client: RendezvousClient, key: str, address: str) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
-        options = gloo._Options()
-        # Of the connecting alone: the store has its own deadline, and so has every operation.
-        options._timeout = timedelta(seconds=self.deadline_s / GLOO_PATIENCE)
-        options._threads = 1
-        options._devices = [gloo.create_device(hostname=address)]
-        rank = self._handshake.rank
-        self._store = RendezvousStore(client, self.deadline_s)
-        self._group = gloo(dist.PrefixStore(key, self._store), rank, 2, options)
-        exchange_handshakes(self, self._handshake)
-        if rank == SENDER_RANK:
-            remove_keys(client, key)
-
-    def send(self, data: Tensor) -> None:
-        self._wait(self._require_group().send([data], 1 - self._handshake.rank, 0), "send")
-
-    def receive(self, data: Tensor) -> None:
-        self._wait(self._require_group().recv([data], 1 - self._handshake.rank, 0), "receive")
-
-    def _wait(self, work: Any, verb: str) -> None:  # noqa: ANN401 - torch types it loosely
-        if not work.wait(timedelta(seconds=self.deadline_s)):
-            raise HandoffError(f"the channel did not {verb} within {self.deadline_s} s")
-
-    def _require_group(self) -> Any:  # noqa: ANN401
-        if self._group is None:
-            raise HandoffError(f"the channel of epoch {self.epoch} is closed")
-        return self._group
-
-    def _drop(self) -> None:
-        self._group = None  # hangs up
-        self._store = None
 
 
 def remove_keys(client: RendezvousClient, key: str) -> None:

@@ -9,6 +9,9 @@ sequence number. The piece's header goes by a call, the bytes beside it:
     gloo_pair     a 2-rank gloo group per (sender, receiver, epoch) over TCP (gloo_pair.py)
     object_store  bytes as an object in Ray's shared memory (object_store.py)
 
+With `handoff.pull_by_ranks` a channel of any kind only names blocks, and the ranks of the receiver
+get their heads from those of the sender (rank_pulls.py).
+
 Any failure ends a channel for good: it closes, and the next one has a higher epoch. Which kind is
 used is the sender's choice (channel_choice.py). Knows no requests, no reservations and no owners of
 blocks.
@@ -35,13 +38,13 @@ from actors.kv_transfer.contracts import (
 )
 from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
-from actors.kv_transfer.rank_pulls import PullsByRanks, RankPuller
+from actors.kv_transfer.rank_pulls import PullsByRanks
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
-from engine.ranks.asides import Asides
 
 __all__ = [
     "BlockStore",
+    "ByRanks",
     "DeviceChannels",
     "GlooReceiver",
     "GlooSender",
@@ -57,7 +60,6 @@ class DeviceChannels:
 
     pieces: KvPieces | RankPieces
     nccl: NcclPairs
-    pulls: PullsByRanks | None = None  # None = rank 0 pulls for all ranks
 
     def offer(self) -> bytes:
         """What a receiver maps for `cuda_ipc`. Raises UnfitError."""
@@ -67,8 +69,6 @@ class DeviceChannels:
 
     async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
         given, pieces = (request.epoch, request.offer), self.pieces
-        if self.pulls is not None:
-            return await self.pulls.open(*given, floor_gb_s)
         if isinstance(pieces, RankPieces):
             return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
         if is_of_ranks(request.offer):
@@ -76,13 +76,8 @@ class DeviceChannels:
         return await open_receiver(*given, pieces, floor_gb_s=floor_gb_s)
 
 
-def device_channels(
-    pieces: KvPieces | RankPieces, config: HandoffConfig, asides: Asides | None = None
-) -> DeviceChannels | None:
-    """Returns what channels of a GPU need; None when what `pieces` reads is in host memory.
-
-    asides: of a worker whose ranks pull their own heads.
-    """
+def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> DeviceChannels | None:
+    """Returns what channels of a GPU need; None when what `pieces` reads is in host memory."""
     if not pieces.is_on_gpu:
         return None
     settings = NcclSettings(
@@ -92,11 +87,15 @@ def device_channels(
         max_pairs=config.max_nccl_pairs,
         floor_gb_s=config.floors_gb_s.nccl_pair,
     )
-    pulls = None
-    if asides is not None and isinstance(pieces, RankPieces):
-        own = pieces.stores[0]
-        pulls = PullsByRanks(pieces, asides, RankPuller(own.part, KvPieces(own.store)))
-    return DeviceChannels(pieces=pieces, nccl=NcclPairs(pieces, settings), pulls=pulls)
+    return DeviceChannels(pieces=pieces, nccl=NcclPairs(pieces, settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByRanks:
+    """What a worker needs where ranks get their heads from ranks."""
+
+    offer: bytes = b""  # of a sender: its ranks
+    pulls: PullsByRanks | None = None  # of a receiver
 
 
 class WorkerChannels:
@@ -111,24 +110,31 @@ class WorkerChannels:
         max_in_flight_bytes: int,
         floors_gb_s: FloorsConfig | None = None,
         device: DeviceChannels | None = None,
+        by_ranks: ByRanks | None = None,
     ) -> None:
         """`address` is where gloo listens; `deadline_s` bounds every operation.
 
-        `device`: None = the KV store is in host memory.
+        `device`: None = the KV store is in host memory. `by_ranks`: None = rank 0 moves the heads
+        of all ranks.
         """
         self._rendezvous = rendezvous
         self._address = address
         self._deadline_s = deadline_s
         self._floors_gb_s = floors_gb_s or FloorsConfig()
         self._device = device
+        self._by_ranks = by_ranks
         self._empty = device.pieces.empty if device else pageable
         self._budget = ByteBudget(max_in_flight_bytes)
 
     def offer(self, kind: ChannelKind) -> bytes:
         """Returns what a request to open `kind` tells the receiver. Raises UnfitError."""
-        return self._require_device().offer() if kind == "cuda_ipc" else b""
+        if kind == "cuda_ipc":
+            return self._require_device().offer()
+        return b"" if self._by_ranks is None else self._by_ranks.offer
 
     async def open_send(self, request: PairRequest) -> SendChannel:
+        if self._by_ranks is not None:
+            return CudaIpcSender(request.epoch, self._deadline_s, request.channel)
         match request.channel:
             case "cuda_ipc":
                 self._require_device()
@@ -142,6 +148,8 @@ class WorkerChannels:
                 return self._staged(sender)
 
     async def open_receive(self, request: PairRequest) -> ReceiveChannel:
+        if self._by_ranks is not None and self._by_ranks.pulls is not None:
+            return await self._open_by_ranks(request, self._by_ranks.pulls)
         match request.channel:
             case "cuda_ipc":
                 return await self._require_device().open_ipc(request, self._floors_gb_s.cuda_ipc)
@@ -151,6 +159,12 @@ class WorkerChannels:
                 return GlooReceiver(await self._connect(request, RECEIVER_RANK))
             case "object_store":
                 return ObjectStoreReceiver(request.epoch, self._deadline_s, self._empty)
+
+    async def _open_by_ranks(self, request: PairRequest, pulls: PullsByRanks) -> ReceiveChannel:
+        if request.channel != "cuda_ipc":
+            return await pulls.open_links(request)
+        self._require_device()
+        return await pulls.open(request.epoch, request.offer, self._floors_gb_s.cuda_ipc)
 
     def _require_device(self) -> DeviceChannels:
         if self._device is None:
@@ -167,11 +181,12 @@ class WorkerChannels:
             request.epoch,
             rank,
             self._deadline_s,
+            address=self._address,
             floor_gb_s=self._floors_gb_s.gloo_pair,
             empty=self._empty,
         )
         try:
-            await connection.open(self._rendezvous, request.rendezvous_key, self._address)
+            await connection.open(self._rendezvous, request.rendezvous_key)
         except BaseException:
             await connection.close()
             raise

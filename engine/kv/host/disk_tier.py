@@ -35,6 +35,7 @@ class DiskStatistics:
     num_written: int
     num_dropped: int  # came faster than they could be written, or had left the arena
     num_loaded: int  # read, checked on the device
+    read_s: float  # of all reads together
     num_evicted: int
     num_void_files: int  # torn, or of another form; removed
     num_blocks: int
@@ -48,6 +49,7 @@ class DiskTier:
         self._arena = arena
         self.block_s = arena.block_bytes / _PRIOR_BYTES_S  # predicted, of reading
         self.num_loaded = 0
+        self._read_s = 0.0
         self._num_written = self._num_dropped = 0
         self._waiting: deque[HostBlock] = deque()  # to be written
         self.num_reading = 0
@@ -131,7 +133,9 @@ class DiskTier:
         self._read_since_s = began_s = time.monotonic()
         is_read = self._files.read(block, row)
         self._read_since_s = None
-        self.block_s += _LEARNING_RATE * (time.monotonic() - began_s - self.block_s)
+        took_s = time.monotonic() - began_s
+        self._read_s += took_s
+        self.block_s += _LEARNING_RATE * (took_s - self.block_s)
         return is_read
 
     def forget(self, block: DiskBlock) -> None:
@@ -165,6 +169,7 @@ class DiskTier:
             num_written=self._num_written,
             num_dropped=self._num_dropped,
             num_loaded=self.num_loaded,
+            read_s=self._read_s,
             num_evicted=self._files.num_evicted,
             num_void_files=self._files.num_void,
             num_blocks=self._files.num_blocks,

@@ -274,10 +274,15 @@ class HostTier:
         block_s = self._block_s + self._disk.block_s
         return [host, StoredLevel(self._disk.place, self._disk, block_s, _LOAD_FLOOR_S)]
 
+    @staticmethod
+    def num_on_disk(blocks: Sequence[HostBlock | DiskBlock]) -> int:
+        """How many of found blocks would be read from files."""
+        return sum(isinstance(block, DiskBlock) for block in blocks)
+
     def load_seconds(self, blocks: Sequence[HostBlock | DiskBlock]) -> float:
         """Predicted time until these blocks would be loaded, after those under way."""
         host_s = _LOAD_FLOOR_S + self._block_s * (self._num_loading + len(blocks))
-        num_on_disk = sum(isinstance(block, DiskBlock) for block in blocks)
+        num_on_disk = self.num_on_disk(blocks)
         if self._disk is None or num_on_disk == 0:
             return host_s
         return host_s + self._disk.read_seconds(num_on_disk)

@@ -27,7 +27,7 @@ from engine.kv.store import KvStore
 from engine.messages import ChannelKind, Role
 from engine.request import Request
 from tests.actors.kv_transfer.handoff_simulation import World
-from tests.actors.kv_transfer.pulled_channels import PulledChannels
+from tests.actors.kv_transfer.pulled_channels import AskedChannels, PulledChannels
 from tests.actors.kv_transfer.rank_workers import Worker, new_worker
 from tests.engine.kv.handoff_world import LAYOUT, Decode, identity
 from tests.harness.handoff_network import CONFIG, FakeChannels, FakePeer
@@ -42,8 +42,9 @@ RESTART_S = 0.3
 MAX_TRIES = 4
 
 What = Literal["death", "wrong", "late", "silent"]
-# Rank 0 copies the heads of all ranks, through host memory; or each rank of D pulls its own.
-Way = Literal["copied", "pulled"]
+# Rank 0 copies the heads of all ranks, through host memory; or each rank of D pulls its own, or
+# asks the ranks that have them.
+Way = Literal["copied", "pulled", "asked"]
 PIECES_OF_TWO = msgspec.structs.replace(CONFIG, pulled_piece_bytes=CONFIG.piece_bytes)
 
 
@@ -117,8 +118,8 @@ class Gang:
             LAYOUT,
             0.0,
             num_blocks=num_blocks,
-            of_one=NamedKvPieces if way == "pulled" else InlineKvPieces,
-            of_ranks=NamedRankPieces if way == "pulled" else InlineRankPieces,
+            of_one=InlineKvPieces if way == "copied" else NamedKvPieces,
+            of_ranks=InlineRankPieces if way == "copied" else NamedRankPieces,
         )
         self.blocks = WholeBlocks(self.worker)
         self.blocks[range(num_blocks)] = np.random.default_rng(seed).integers(
@@ -284,12 +285,21 @@ class GangWorld(World):
         if self._way == "copied":
             return super().new_channels()
         reach = partial(self.moments.reach, "decode")
+        if self._way == "asked":
+            return AskedChannels(
+                self.faults, lambda: self.decode_pieces.worker, reach, self._is_wrong
+            )
         return PulledChannels(self.faults, lambda: self.decode_pieces.worker, reach)
 
     def offer(self, kind: ChannelKind) -> bytes:
         if isinstance(self.channels, PulledChannels):
             return self.channels.offer(kind)
         return super().offer(kind)
+
+    def _is_wrong(self, name: str) -> bool:
+        """Whether what a rank of P does next is wrong."""
+        fault = self.moments.fault
+        return self.moments.reach("prefill", name) and fault is not None and fault.what == "wrong"
 
     def on_grant(self) -> None:
         self.decode_pieces.step()
@@ -322,6 +332,8 @@ class GangWorld(World):
         if role == "prefill":
             for line in self.lines:
                 line.is_cut = True
+            if isinstance(self.channels, AskedChannels):
+                self.channels.num_dead = len(self.channels.senders)
             for wire in self.channels.wires.values():
                 wire.close()
         else:

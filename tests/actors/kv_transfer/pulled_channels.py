@@ -1,10 +1,12 @@
-"""The `cuda_ipc` channel of the simulation: decode workers pull from the stores of prefill workers.
+"""Channels of the simulation by which decode workers get blocks from prefill workers themselves.
 
-A map of the stores stands in for CUDA's, and a loop over the ranks for the ring that asks them.
+They pull from stores that they map, as by `cuda_ipc`, or ask the ranks that have them. A map of the
+stores stands in for CUDA's, a loop over the ranks for the ring that asks them, and calls for Ray's.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -14,8 +16,10 @@ from actors.kv_transfer.channels.host_staging import HostStagedSender
 from actors.kv_transfer.channels.rank_ipc import RankOffer, RanksOffer, open_rank_receiver
 from actors.kv_transfer.contracts import ReceiveChannel, SendChannel
 from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_links import Giver, GiversOffer, HeadGiver
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
-from actors.kv_transfer.rank_pulls import DropSource, MapSource, PullsByRanks, RankPuller
+from actors.kv_transfer.rank_pulls import Linking, Order, PullsByRanks, RankPuller
+from engine.errors import WorkerError
 from engine.kv.device_offer import DeviceOffer
 from engine.messages import ChannelKind, PairRequest
 from engine.ranks.asides import Work
@@ -26,6 +30,7 @@ from tests.actors.kv_transfer.test_rank_pieces import OFFER
 from tests.harness.handoff_network import CONFIG, FakeChannels, Faults
 
 Reach = Callable[[str], object]
+NO_WIRES: Any = None
 
 
 class InlineAsides:
@@ -47,7 +52,7 @@ class InlineAsides:
 class InlinePulls(PullsByRanks):
     """All in virtual time."""
 
-    async def _ask_beside(self, work: MapSource | DropSource) -> list[bytes]:
+    async def _ask_beside(self, work: Order) -> list[bytes]:
         await asyncio.sleep(0)
         return self._ask(work)
 
@@ -119,3 +124,63 @@ class PulledChannels(FakeChannels):
     def _map(self, offer: DeviceOffer, like: torch.Tensor) -> torch.Tensor:
         sender, rank = offer.handle
         return self.senders[sender].stores[rank].tensor
+
+
+class AskedChannels(PulledChannels):
+    """Whatever their kind, what is asked for comes as an answer."""
+
+    def __init__(
+        self, faults: Faults, receiver: Callable[[], Worker], reach: Reach, reach_giver: Reach
+    ) -> None:
+        """reach_giver: notes moments of the sender, and says whether one is of wrong bytes."""
+        super().__init__(faults, receiver, reach)
+        self.num_dead = 0  # senders
+        self._reach_giver = reach_giver
+
+    def offer(self, kind: ChannelKind) -> bytes:
+        worker, number = self.senders[-1], len(self.senders) - 1
+        parts = [
+            part_of(Rank(r, len(worker.stores)), worker.whole) for r in range(len(worker.stores))
+        ]
+        givers = [Giver(part, f"{number} {rank}") for rank, part in enumerate(parts)]
+        return msgspec.msgpack.encode(GiversOffer(worker.stores[0].num_blocks, givers))
+
+    async def open_send(self, request: PairRequest) -> SendChannel:
+        await asyncio.sleep(0)
+        sender = CudaIpcSender(request.epoch, CONFIG.transfer_deadline_s, request.channel)
+        self._ends.append(sender)
+        return sender
+
+    async def open_receive(self, request: PairRequest) -> ReceiveChannel:
+        pieces = self._receiver().pieces
+        assert isinstance(pieces, KvPieces | RankPieces)
+        pulls = self._by_ranks(OneRank(pieces) if isinstance(pieces, KvPieces) else pieces)
+        answered = msgspec.structs.replace(request, channel="object_store")
+        channel: CudaIpcReceiver[object] = await pulls.open_links(answered)
+        self._ends.append(channel)
+        return channel
+
+    def _by_ranks(self, pieces: RankPieces | OneRank) -> PullsByRanks:
+        stores = self._receiver().stores
+        linking = Linking(wires=NO_WIRES, ask=self._ask, reader="")
+        own, *others = [
+            RankPuller(part, KvPieces(store), index=rank, linking=linking)
+            for rank, (part, store) in enumerate(zip(pieces.parts, stores, strict=True))
+        ]
+        return InlinePulls(pieces, InlineAsides([one.do for one in others], self._reach), own)
+
+    def _ask(self, actor: str, order: bytes) -> Callable[[], Any]:
+        number, rank = map(int, actor.split())
+        worker = self.senders[number]
+
+        def answer() -> Any:
+            is_wrong = number >= self.num_dead and self._reach_giver(f"rank {rank} is read")
+            if number < self.num_dead:
+                raise WorkerError("it is dead")
+            part = part_of(Rank(rank, len(worker.stores)), worker.whole)
+            data = HeadGiver(part, KvPieces(worker.stores[rank]), NO_WIRES).do(order)
+            assert data is not None
+            data[-1] ^= 4 * bool(is_wrong)
+            return data
+
+        return answer

@@ -140,10 +140,9 @@ def test_gloo_listens_on_the_given_address_only(pair: Pair) -> None:
 
 def test_a_receive_nobody_answers_ends_at_its_deadline_and_a_new_epoch_works(pair: Pair) -> None:
     pair.open("gloo_pair", epoch(), deadline_s=3.0)
-    started_s = time.monotonic()
     outcome = ray.get(pair.receiver.receive.remote(0, 1000, []), timeout=PATIENCE_S)
     assert outcome.startswith("HandoffError")
-    assert time.monotonic() - started_s > 2.9
+    assert "3000ms" in outcome, "it ended by another limit"
     assert "HandoffError" in ray.get(pair.send(1, 1000), timeout=PATIENCE_S), (
         "a poisoned pair was used"
     )
@@ -298,6 +297,6 @@ def test_a_killed_decode_worker_fails_its_requests_and_frees_their_blocks(
     ray.kill(pair.receiver)
     pair.receiver = new_host()
     workers.prefill("hand_over", "b", 500)
-    assert workers.prefill("settled", "b") != "sent"
+    assert "decode-0 died" in workers.prefill("settled", "b"), "it ended by a deadline"
     assert workers.prefill("statistics")["held"] == 0
     workers.prefill("close")

@@ -67,6 +67,7 @@ def play_all(sizes: tuple[int, int], way: Way, found: list[Fault]) -> None:
         ("copied", "wrong", RankPieces, "_have"),
         ("copied", "late", RankPieces, "_wait_steps"),
         ("pulled", "wrong", rank_pulls, "add_terms"),
+        ("asked", "wrong", rank_pulls, "add_terms"),
     ],
 )
 def test_without_its_check_some_fault_is_not_survived(

@@ -419,15 +419,3 @@ def test_embeddings_without_tokens_say_nothing(sharded: Path, log: Log) -> None:
     check(sharded, model__weights="random")
     assert not log.records
     assert load_tokenizer(sharded, vocab_size + 267).vocab_size == vocab_size
-
-
-def test_what_gave_a_wrong_token_on_gpus_is_refused_there() -> None:
-    settings: dict[str, object] = {
-        "model.path": str(MODEL),
-        "workers.num_gpus": 1,
-        "workers.tensor_parallel_size": 2,
-        "workers.expert_parallel": True,
-        "workers.enable_dp_attention": True,
-    }
-    with pytest.raises(ConfigError, match="enable_dp_attention: on GPUs"):
-        check_startable(load_config(None, settings | {"model.device": "cuda"}))

@@ -189,8 +189,11 @@ def test_what_a_host_tier_did_is_exported_by_worker() -> None:
     labels = 'model_name="m",role="unified",worker="u"'
     assert f"laps_host_tier_usage{{{labels}}} 0.25" in lines
     assert f"laps_host_tier_loaded_bytes_total{{{labels}}} {1000.0 * tier.num_loaded}" in lines
-    assert f"laps_disk_tier_written_bytes_total{{{labels}}} 1000.0" in lines
-    assert f"laps_disk_tier_loaded_blocks_total{{{labels}}} 3.0" in lines
+    for event in ("asked", "hit", "written", "loaded"):
+        assert f"laps_disk_tier_{event}_blocks_total{{{labels}}} {disk[f'num_{event}']}.0" in lines
+    written_bytes = 1000.0 * disk["num_written"]
+    assert f"laps_disk_tier_written_bytes_total{{{labels}}} {written_bytes}" in lines
+    assert f"laps_disk_tier_read_seconds_total{{{labels}}} {disk['read_s']}.0" in lines
     events = ("asked", "hit", "loaded", "wasted", "corrupt", "gone", "stored", "known", "dropped")
     for event in events:
         value = getattr(tier, f"num_{event}")

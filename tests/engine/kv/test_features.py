@@ -2,11 +2,12 @@
 
 import random
 
+import msgspec
 import pytest
 import torch
 
 from engine.kv.features import FeaturePlanes
-from engine.kv.layout import KvLayout
+from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import KvStore
 
 CPU = torch.device("cpu")
@@ -44,3 +45,40 @@ def test_vectors_are_read_back_and_the_rest_stays(kind: str, width: int) -> None
     kept, old = planes.read(others), KvStore(layout, num_blocks=7, device=CPU)
     old.tensor.copy_(before)
     assert torch.equal(kept, FeaturePlanes(old, width).read(others))
+
+
+class _Gathered:
+    """Returns what all ranks sent, of which one calls at a time."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.sent.append(x)
+        return torch.cat(self.sent)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_hold_the_vectors_by_heads_as_one_store_does(num_ranks: int) -> None:
+    """Of four heads; eight ranks hold each twice."""
+    whole = KvLayout.with_heads(
+        num_layers=1, block_size=3, num_kv_heads=4, head_dim=6, dtype="float32"
+    ).with_features(50)
+    one = KvStore(whole, num_blocks=5, device=CPU)
+    values, slots = torch.randn(7, 50), torch.randperm(15)[:7]
+    FeaturePlanes(one, 50).write(slots, values)
+    comm = _Gathered()
+    num_own = max(1, 4 // num_ranks)
+    kind = whole.kinds[0]
+    planes = tuple(msgspec.structs.replace(plane, num_heads=num_own) for plane in kind.planes)
+    own = msgspec.structs.replace(whole, kinds=(msgspec.structs.replace(kind, planes=planes),))
+    for rank in range(num_ranks):
+        part = KvPart(whole=whole, first_head=rank * 4 // num_ranks, num_heads=num_own)
+        store = KvStore(own, num_blocks=5, device=CPU)
+        features = FeaturePlanes(store, 50, part=part, comm=comm)
+        features.write(slots, values)
+        assert torch.equal(store.tensor, one.tensor[..., part.heads, :])
+        if rank == num_ranks - 1:
+            assert torch.equal(features.read(slots), values)
+        else:
+            comm.all_gather(store.tensor[slots // 3, 1:, :, slots % 3])

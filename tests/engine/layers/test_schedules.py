@@ -120,6 +120,15 @@ def test_one_flow_runs_the_list_as_it_stands() -> None:
     assert recorder.ran == [f"a0.{name}" for name in MIXTURE]
 
 
+def test_what_an_operation_left_and_none_took_is_an_error() -> None:
+    def leave(flow: Flow) -> None:
+        flow.parts = torch.empty(1)
+
+    schedule = Schedule(name="one", stages=(("mlp",),))
+    with pytest.raises(AssertionError, match="nobody took"):
+        drive(bind([[Op("mlp", leave)]], schedule), [_flow(0)], InlineLanes())
+
+
 def test_a_flow_that_has_ended_runs_nothing_more() -> None:
     recorder = Recorder(DENSE)
 

@@ -211,8 +211,13 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("ct-int4-32", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),
         ("ct-int4-32", {"format": "int-quantized"}, ["int-quantized"]),
         ("ct-int4-32", {"ignore": []}, ["ignore", "lm_head"]),
-        ("ct-int4-32", {"config_groups": {"a": {}, "b": {}}}, ["config_groups", "2", "a", "b"]),
-        ("ct-int4-32", {"quantization_status": "frozen"}, ["quantization_status", "frozen"]),
+        (
+            "ct-int4-32",
+            {"config_groups": {"a": {}, "b": {}}},
+            ["config_groups", "a has no weights"],
+        ),
+        ("ct-int4-32", {"config_groups": {}}, ["config_groups", "no group"]),
+        ("ct-int4-32", {"quantization_status": "calibration"}, ["quantization_status", "calibr"]),
         ("ct-int4-32", {"sparsity_config": {"format": "sparse-24"}}, ["sparsity_config"]),
         ("ct-int4-32", {"ignore": ["lm_head", "re:*.mlp("]}, ["ignore", "nothing to repeat"]),
         ("ct-mxfp4", {"format": "nvfp4-pack-quantized"}, ["group_size", "32", "16"]),
@@ -237,6 +242,7 @@ def test_a_format_that_is_not_supported_is_named(
         ("input_activations", {"num_bits": 8, "type": "int"}, ["input_activations", "pack"]),
         ("weights", {"num_bits": 8}, ["num_bits", "8"]),
         ("weights", {"strategy": "tensor_group"}, ["strategy", "tensor_group"]),
+        ("weights", {"strategy": "tensor", "symmetric": False}, ["symmetric", "tensor"]),
         ("weights", {"dynamic": True}, ["dynamic"]),
         ("output_activations", {"num_bits": 8}, ["output_activations"]),
     ],
@@ -253,6 +259,27 @@ def test_a_scheme_of_compressed_tensors_that_is_not_supported_is_named(
         load_spec(folder)
     for part in named:
         assert part in refused.value.message
+
+
+@pytest.mark.parametrize("is_one_scheme", [True, False])
+def test_groups_of_modules_are_read_if_they_are_of_one_scheme(
+    is_one_scheme: bool, tmp_path: Path
+) -> None:
+    folder, stands_for = _folders(tmp_path, "ct-int4-32")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    weights = group["weights"] | ({"strategy": None} if is_one_scheme else {"group_size": 64})
+    config["config_groups"] = {
+        "attention": group | {"targets": ["re:.*self_attn.*"]},
+        "mlp": group | {"targets": ["re:.*mlp.*"], "weights": weights},
+    }
+    edit_config(folder, quantization_config=config)
+    if is_one_scheme:
+        weight = _load(folder).layers[1].down
+        assert torch.equal(_matrix(weight), _load(stands_for).layers[1].down.data)
+    else:
+        with pytest.raises(ConfigError, match="several schemes"):
+            load_spec(folder)
 
 
 def test_activations_that_are_not_float_are_refused(tmp_path: Path) -> None:

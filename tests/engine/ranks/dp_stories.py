@@ -21,10 +21,13 @@ from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
+from engine.runner.graph_sizes import ragged_sizes
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.drafter import Drafter, FixedDrafts
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.harness.fakes import RecordingHandoffQueue
@@ -37,12 +40,22 @@ NUM_BLOCKS = 24
 MAX_ROWS = 4
 MAX_TOKENS = 16  # of a step
 MAX_MODEL_LEN = 80
+MAX_DRAFTS = 3
 _numbers = itertools.count()
 
 
 def build_executor(
-    comm: Comm, folder: Path, source: WeightSource, *, captures: bool
+    comm: Comm,
+    folder: Path,
+    source: WeightSource,
+    *,
+    captures: bool,
+    captures_prompts: bool = False,
 ) -> runner.Executor:
+    """captures_prompts: and shared experts are computed in a stream of their own.
+
+    Rows may have drafts.
+    """
     model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
     spec = model.spec
     executor = runner.Executor(
@@ -56,8 +69,12 @@ def build_executor(
         attention=attention,
         comm=comm,
     )
+    executor.allow_drafts(MAX_DRAFTS)
+    if captures_prompts:
+        executor.compute_shared_beside(MAX_TOKENS)
     if captures:
-        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=None)
+        prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS) if captures_prompts else None
+        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=prompts)
     return executor
 
 
@@ -138,7 +155,9 @@ class ExactEngine:
         return [record.token_id for record in found]
 
 
-def _books(num_ranks: int) -> tuple[list[BlockCache], list[Scheduler], RequestHasher]:
+def _books(
+    num_ranks: int, drafting: Drafting | None = None
+) -> tuple[list[BlockCache], list[Scheduler], RequestHasher]:
     caches = [
         BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
         for _ in range(num_ranks)
@@ -153,6 +172,7 @@ def _books(num_ranks: int) -> tuple[list[BlockCache], list[Scheduler], RequestHa
             handoff_queue=RecordingHandoffQueue(),
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((), MAX_MODEL_LEN),
+            drafting=drafting,
         )
         for cache in caches
     ]
@@ -173,21 +193,34 @@ class DpEngine(LedRanks):
         folder: Path,
         *,
         captures: bool = False,
+        captures_prompts: bool = False,
         overlap: bool = False,
         fault: str | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """fault: a mistake of the other ranks, see `planted`."""
-        super().__init__(ranks, _build_exact, folder, captures, is_exact=True, fault=fault)
+        given = folder, captures or captures_prompts, captures_prompts
+        super().__init__(ranks, _build_exact, *given, is_exact=True, fault=fault)
         self.engine: ExactEngine
-        self._build = partial(_build_exact, ranks.comm, folder, captures)
+        self.executor: runner.Executor
+        self._build = partial(_build_exact, ranks.comm, *given)
         self._overlap = overlap
+        policy = None if drafter is None else FixedDrafts(MAX_DRAFTS)
+        self._drafting = Drafting(drafter, policy, holds=overlap)
 
     def __enter__(self) -> Self:
         super().__enter__()
         size = self.ranks.comm.rank.size
-        self.engine = ExactEngine(self.lead(self._build()), *_books(size), overlap=self._overlap)
+        self.executor = self._build()
+        leading = self.lead(self.executor)
+        books = _books(size, self._drafting)
+        self.engine = ExactEngine(leading, *books, overlap=self._overlap)
         return self
 
 
-def _build_exact(comm: Comm, folder: Path, captures: bool) -> Executor:
-    return build_executor(comm, folder, DP_ATTENTION, captures=captures)
+def _build_exact(
+    comm: Comm, folder: Path, captures: bool, captures_prompts: bool
+) -> runner.Executor:
+    return build_executor(
+        comm, folder, DP_ATTENTION, captures=captures, captures_prompts=captures_prompts
+    )

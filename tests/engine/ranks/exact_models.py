@@ -102,7 +102,7 @@ def save_whole_numbers(folder: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if "norm" not in name:
+        if "norm" not in name and tensor.is_floating_point():
             drawn = torch.randint(-2, 3, tensor.shape, generator=generator)
             tensors[name] = drawn.to(tensor.dtype)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -86,6 +86,17 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
         assert [end.rank for end in ranks.ends] == [2]
 
 
+def test_a_report_that_cannot_be_read_ends_its_rank_and_the_wait() -> None:
+    def garble(_: bytes) -> bytes:
+        ranks.readers[1].report_in_turn(b"no report")
+        return b""
+
+    with AskedRanks([garble]) as ranks:
+        with pytest.raises(WorkerError, match="rank 1: its report cannot be taken"):
+            ranks.asides.ask(b"", says(0))
+        assert [(end.rank, end.is_dead) for end in ranks.ends] == [(1, False)]
+
+
 def test_a_rank_that_cannot_answer_ends() -> None:
     """Else the first would wait for it for ever."""
 

@@ -15,8 +15,10 @@ from engine.layers.row_exchange import Padding, RowExchange, choose_padding
 from engine.messages import TokenRecord
 from engine.plan import StepPlan
 from engine.request import SamplingParams
+from engine.runner.expert_load import ExpertLoads
 from tests.engine.ranks.dp_stories import BLOCK_SIZE, DpEngine, ExactEngine, engine_of_one_rank
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
+from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import save_model
 
@@ -98,6 +100,72 @@ def test_tokens_and_scores_are_those_of_one_rank(
     assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
     assert any("idle" in kind for kind in kinds)
     assert len({str(said) for said in expected}) == len(_requests())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_replay_graphs_of_prompts_together(
+    overlap: bool, two: RankProcesses, folder: Path
+) -> None:
+    """All ranks the same one: those that decode, those without rows; one may compute apart."""
+    expected = _answers_of_one_rank(folder)
+    with DpEngine(two, folder, captures_prompts=True, overlap=overlap) as shared:
+        assert _answers(shared.engine, _requests()) == expected
+        counts = shared.executor.statistics().prompt_steps
+    kinds = {_kinds(plan) for plan in shared.engine.plans}
+    assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
+    assert counts is not None
+    assert counts.num_replayed >= 3
+
+
+@pytest.mark.parametrize("captures_prompts", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_of_a_rank_change_no_token(
+    overlap: bool, captures_prompts: bool, two: RankProcesses, folder: Path
+) -> None:
+    """Some right and some wrong, of rows on one rank or on both, beside rows without any."""
+    alone, requests = engine_of_one_rank(folder), [*_requests(), (PROMPT, LONG), (PROMPT[3:], LONG)]
+    expected = _answers(alone, requests)
+    said = {
+        tuple(request[0]): alone.tokens(key)
+        for request, key in zip(requests, alone.records, strict=True)
+    }
+    guesser = Guesser(
+        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
+        vocab_size=131,
+        error_rate=0.3,
+    )
+    with DpEngine(
+        two, folder, captures_prompts=captures_prompts, overlap=overlap, drafter=guesser
+    ) as shared:
+        assert _answers(shared.engine, requests) == expected
+        counts = shared.engine.scheduler.drafting.counts
+    kinds = {tuple(bool(one.drafts) for one in plan.of_ranks) for plan in shared.engine.plans}
+    assert kinds >= {(True, False), (False, True), (False, False)}
+    assert 0 < counts.num_accepted < counts.num_drafted
+    assert not shared.engine.scheduler.drafting.kept_keys()
+
+
+@pytest.mark.parametrize("captures_prompts", [False, True])
+def test_tokens_of_experts_are_those_of_all_ranks(
+    captures_prompts: bool, two: RankProcesses, folder: Path
+) -> None:
+    """Each token once, of whichever rank; padding never."""
+    with DpEngine(two, folder, captures_prompts=captures_prompts) as shared:
+        ours = shared.engine
+        loads = ExpertLoads(shared.executor.model, read_every=1, num_ranks=2)
+        shared.executor.expert_loads = loads
+        for rank, (prompt, max_tokens) in enumerate(((PROMPT, 4), (PROMPT[:5], 20))):
+            params = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
+            ours.add(prompt, params, rank=rank)
+        ours.run()
+        ours.add([3], msgspec.structs.replace(GREEDY, max_tokens=3), rank=1)
+        ours.run()  # the last step's is read behind it
+    assert loads.newest is not None
+    num_tokens = (
+        len(PROMPT) + 3 + 5 + 19 + 2
+    )  # all but the last token of each, and but the last step
+    num_active = shared.executor.model.spec.mixture.num_active
+    assert sum(loads.newest.counts[0]) == num_tokens * num_active
 
 
 @pytest.mark.parametrize("captures", [False, True])

@@ -27,7 +27,11 @@ SETTINGS: dict[str, Any] = {
     "cache__num_blocks": 128,
     "cache__block_size": 8,
 }
-DP = {"workers__expert_parallel": True, "workers__enable_dp_attention": True}
+DP = {
+    "workers__expert_parallel": True,
+    "workers__enable_dp_attention": True,
+    "speculation__drafter": "ngram",
+}
 REGEX = Constraint(ConstraintKind.REGEX, "[0-9]{3}-(ab|c){1,4}")
 KINDS = (
     SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),

@@ -42,6 +42,13 @@ def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
     assert found == [None] * (len(found) - 1) + [1]
 
 
+def test_a_silence_while_the_model_loaded_counts_no_more_afterwards() -> None:
+    watcher = watcher_of({1: 0}, has_loaded=False)
+    assert [watcher.look() for _ in range(LOOKS + 1)] == [None] * (LOOKS + 1)
+    watcher.loaded()
+    assert [watcher.look() for _ in range(LOOKS + 1)] == [None] * LOOKS + [1]
+
+
 @pytest.mark.parametrize("silent", ["writer", "reader"])
 def test_each_side_of_the_ring_sees_whether_the_other_beats(silent: str) -> None:
     name, ended, found = f"test-{uuid.uuid4().hex}", threading.Event(), list[int]()

@@ -131,6 +131,27 @@ def test_a_message_that_comes_between_a_look_and_sleep_wakes_its_reader(
         assert time.monotonic() - began_s < PATIENCE_S / 2, "it slept and was not woken"
 
 
+def test_a_message_that_comes_just_before_the_writer_s_end_is_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both between the reader's last look and its sleep."""
+    monkeypatch.setattr(plan_ring, "SPIN_S", 0.0)
+    with in_process(name) as (ring, reader):
+        look, num_looks = reader._has_piece, itertools.count(1)
+
+        def look_and_miss() -> bool:
+            seen = look()
+            if next(num_looks) == 2:
+                ring.write(b"last words")
+                ring._readers[0].close()
+            return seen
+
+        monkeypatch.setattr(reader, "_has_piece", look_and_miss)
+        assert reader.read() == b"last words"
+        with pytest.raises(RingError, match="dead"):
+            reader.read()
+
+
 def test_a_reader_that_waits_takes_no_processor_time(name: str) -> None:
     with in_process(name) as (ring, reader):
         began_s = time.thread_time()

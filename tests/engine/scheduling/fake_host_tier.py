@@ -65,6 +65,9 @@ class FakeHostTier:
             found.append((block_hash, self.blocks[block_hash]))
         return found
 
+    def num_on_disk(self, blocks: Sequence[Stored]) -> int:
+        return 0
+
     def load_seconds(self, blocks: Sequence[Stored]) -> float:
         return self.block_s * len(blocks)
 

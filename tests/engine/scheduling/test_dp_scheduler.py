@@ -15,7 +15,7 @@ from engine.messages import FailureRecord, TokenRecord
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.dp_scheduler import DpScheduler, RankOffer, choose_rank
+from engine.scheduling.dp_scheduler import DpScheduler, RankLoad, choose_rank
 from engine.scheduling.scheduler import DEFAULT_LAPS
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.replica import (
@@ -66,7 +66,15 @@ class Gang:
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: list[FailureRecord] = []
 
-    def add(self, name: str, prompt: list[int], params: SamplingParams = FIVE_TOKENS) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams = FIVE_TOKENS,
+        *,
+        rank: int | None = None,
+    ) -> Request:
+        """rank: None = the one that is chosen."""
         request = Request(
             spec=RequestSpec(params=params),
             key=RequestKey(name),
@@ -75,7 +83,8 @@ class Gang:
             num_prompt_tokens=len(prompt),
             arrival_s=self.clock.now_s(),
         )
-        self.scheduler.add(request)
+        scheduler = self.scheduler if rank is None else self.scheduler.of_rank[rank]
+        scheduler.add(request)
         self.records[request.key] = []
         self.clock.advance(0.001)
         return request
@@ -174,6 +183,16 @@ def test_a_full_queue_is_told_of() -> None:
         gang.add("one more", prompt_of(4))
 
 
+def test_a_request_goes_to_a_rank_whose_queue_has_room() -> None:
+    """Though it would go to the other, where fewer tokens come before it."""
+    gang = Gang(2)
+    for number in range(64):
+        gang.add(f"short {number}", prompt_of(1, number), rank=0)
+    for number in range(63):
+        gang.add(f"long {number}", prompt_of(40, number), rank=1)
+    assert gang.rank_of(gang.add("one more", prompt_of(4))) == 1
+
+
 def test_a_failure_is_of_its_rank_alone() -> None:
     gang = Gang(2)
     bad, good = gang.add("a", prompt_of(5), params_of(9, seed=1)), gang.add("b", prompt_of(6))
@@ -195,9 +214,10 @@ def test_short_prompts_of_an_idle_gang_wait_for_others() -> None:
     assert not gang.core.waits_for_others
 
 
-def _offer(num_requests: int, num_tokens_before: int, *, has_room: bool = True) -> RankOffer:
-    return RankOffer(
+def _load(num_requests: int, num_tokens_before: int, *, has_room: bool = True) -> RankLoad:
+    return RankLoad(
         num_requests=num_requests,
+        is_queue_full=False,
         num_tokens_before=num_tokens_before,
         has_room=has_room,
         num_available_blocks=9,
@@ -205,13 +225,13 @@ def _offer(num_requests: int, num_tokens_before: int, *, has_room: bool = True) 
 
 
 def test_a_request_goes_where_fewest_tokens_come_before_it() -> None:
-    assert choose_rank([_offer(3, 900), _offer(3, 100)]) == 1
-    assert choose_rank([_offer(3, 100), _offer(2, 100)]) == 1
-    assert choose_rank([_offer(3, 100, has_room=False), _offer(3, 900)]) == 1
+    assert choose_rank([_load(3, 900), _load(3, 100)]) == 1
+    assert choose_rank([_load(3, 100), _load(2, 100)]) == 1
+    assert choose_rank([_load(3, 100, has_room=False), _load(3, 900)]) == 1
 
 
 def test_a_prefix_does_not_draw_all_requests_to_its_rank() -> None:
-    assert choose_rank([_offer(1, 10), _offer(0, 5000)]) == 0
-    assert choose_rank([_offer(2, 10), _offer(0, 5000)]) == 1
-    assert choose_rank([_offer(51, 10), _offer(40, 5000)]) == 0
-    assert choose_rank([_offer(52, 10), _offer(40, 5000)]) == 1
+    assert choose_rank([_load(1, 10), _load(0, 5000)]) == 0
+    assert choose_rank([_load(2, 10), _load(0, 5000)]) == 1
+    assert choose_rank([_load(51, 10), _load(40, 5000)]) == 0
+    assert choose_rank([_load(52, 10), _load(40, 5000)]) == 1

@@ -45,8 +45,9 @@ def save_head(folder: Path, *, seed: int, **settings: object) -> EagleHead:
         for name, parameter in head.named_parameters():
             if "norm" in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape))
-    ids = torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB_SIZE].sort().values
-    head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB_SIZE))
+    num_ids = len(head.d2t)
+    ids = torch.randperm(VOCAB_SIZE)[:num_ids].sort().values
+    head.d2t.copy_(ids - torch.arange(num_ids))
     head.save(folder, torch.float32)
     return head
 

@@ -75,7 +75,6 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
             assert not drafter._seats
         assert_same(run(engine, free), free_expected)
         counts = engine.core.scheduler.draft_counts
-    print("seed", SEED)
     assert counts.num_accepted == counts.num_drafted > 50
 
 

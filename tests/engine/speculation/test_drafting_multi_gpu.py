@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.build import Engine
 from engine.layers.context import Comm
-from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
+from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals, save_head
 from tests.engine.speculation.gpu_work import mixed_work
 from tests.engine.speculation.mtp_models import save_mtp_model
 from tests.harness.in_process import answer, start_engine
@@ -67,7 +68,12 @@ def _shared(ranks: RankProcesses, settings: dict[str, Any]) -> Iterator[Engine]:
 
 
 def _tokens(engine: Engine) -> list[list[int]]:
-    return [found.tokens for found in answer(engine, mixed_work(30))]
+    """None ends early: drafts after an end of sequence, unknown on the host, count as wrong."""
+    work = [
+        (prompt, msgspec.structs.replace(params, ignore_eos=True))
+        for prompt, params in mixed_work(30)
+    ]
+    return [found.tokens for found in answer(engine, work)]
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["parts of experts", "whole ones"])
@@ -81,11 +87,31 @@ def test_a_layer_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
         "model__path": str(tmp_path),
         "workers__expert_parallel": expert_parallel,
     }
+    _assert_drafts_change_no_answer(ranks, settings, MTP)
+
+
+def test_a_head_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Of an odd number of tokens; each GPU has one of the model's two KV heads, both the head's."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    save_model(target, "Qwen3ForCausalLM", seed=7, **{**GROUPED, "num_hidden_layers": 4})
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 208, "draft_vocab_size": 91}
+    save_head(head, seed=8, **sizes, **heads)
+    drafts = {**DRAFTS, "speculation__drafter": "eagle3", "speculation__model_path": str(head)}
+    _assert_drafts_change_no_answer(ranks, {**BASE, "model__path": str(target)}, drafts)
+
+
+def _assert_drafts_change_no_answer(
+    ranks: RankProcesses, settings: dict[str, Any], drafts: dict[str, Any]
+) -> None:
+    """And graphs draft the same as steps without them."""
     with _shared(ranks, settings) as plain:
         expected = _tokens(plain)
     proposals = []
     for graphs in (True, False):
-        with _shared(ranks, settings | MTP | {"execution__cuda_graphs": graphs}) as engine:
+        with _shared(ranks, settings | drafts | {"execution__cuda_graphs": graphs}) as engine:
             proposals.append(record_proposals(engine))
             assert _tokens(engine) == expected
             assert engine.core.scheduler.draft_counts.num_drafted > 200

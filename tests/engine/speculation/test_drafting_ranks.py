@@ -9,7 +9,12 @@ import pytest
 from engine.layers.context import SINGLE_RANK
 from tests.engine.ranks.exact_models import save_whole_numbers
 from tests.engine.speculation.drafting_stories import exact_drafts, start_drafting
-from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
+from tests.engine.speculation.eagle_heads import (
+    DRAFT_VOCAB_SIZE,
+    assert_same_drafts,
+    record_proposals,
+    save_head,
+)
 from tests.engine.speculation.exact_engines import start_exact
 from tests.engine.speculation.guessed_engines import (
     Asked,
@@ -44,13 +49,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print("seed", SEED)
-    path = tmp_path_factory.mktemp("mtp")
-    save_mtp_model(path, seed=SEED)
-    save_whole_numbers(path, SEED)
-    return path
+@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+def drafting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, object], dict[str, object]]:
+    """A model of whole numbers; what makes its own layer draft, or a head beside it; over ranks."""
+    path, head = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("head")
+    if request.param == "mtp":
+        save_mtp_model(path, seed=SEED)
+        save_whole_numbers(path, SEED)
+        return path, {}, {}
+    save_exact_model(
+        path, "MixtralForCausalLM", seed=SEED, num_hidden_layers=4, num_local_experts=6
+    )
+    # Both ranks hold its one KV head, and the last has fewer tokens than the first.
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    save_head(head, seed=SEED, draft_vocab_size=DRAFT_VOCAB_SIZE + 1, **heads)
+    save_whole_numbers(head, SEED)
+    settings = {"speculation__drafter": "eagle3", "speculation__model_path": str(head)}
+    return path, settings, WHOLE_EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +76,19 @@ def asked() -> list[Asked]:
 
 
 def test_answers_and_drafts_are_those_of_one_rank(
-    ranks: RankProcesses, folder: Path, asked: list[Asked]
+    ranks: RankProcesses,
+    drafting: tuple[Path, dict[str, object], dict[str, object]],
+    asked: list[Asked],
 ) -> None:
-    """Each rank has parts of all experts; preempted, too."""
-    alone = start_exact(folder, speculation__drafter="none")
-    with exact_drafts(), LedRanks(ranks, start_drafting, str(folder), {}) as led:
+    """Each rank has parts of all experts, or whole ones, to which tokens travel; preempted, too."""
+    path, settings, over_ranks = drafting
+    folder, shared = str(path), {**settings, **over_ranks}
+    alone = start_exact(path, speculation__drafter="none")
+    with exact_drafts(), LedRanks(ranks, start_drafting, folder, shared) as led:
         expected = run(alone, asked)
         one, engine = (
-            start_drafting(SINGLE_RANK, str(folder), {}),
-            start_drafting(ranks.comm, str(folder), {}),
+            start_drafting(SINGLE_RANK, folder, settings),
+            start_drafting(ranks.comm, folder, shared),
         )
         led.lead_engine(engine)
         proposals = [record_proposals(each) for each in (one, engine)]

@@ -67,7 +67,6 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print("seed", SEED)
     path = tmp_path_factory.mktemp("target")
     save_exact_model(path, seed=SEED, num_hidden_layers=4)
     return path

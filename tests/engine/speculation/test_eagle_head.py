@@ -164,7 +164,10 @@ def test_heads_that_do_not_fit(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"workers.tensor_parallel_size": 2}, "not split over ranks"),
+        (
+            {"workers.tensor_parallel_size": 2, "execution.enable_two_batch_overlap": True},
+            "states of inner layers",
+        ),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
         ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
         ({"speculation.model_path": None}, "needs the folder"),

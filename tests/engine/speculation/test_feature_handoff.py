@@ -20,8 +20,16 @@ from engine.request import SamplingParams
 from load_tests.testbed.local_handoff import LocalPair
 from tests.engine.ranks.exact_models import save_whole_numbers
 from tests.engine.speculation.drafting_stories import exact_drafts, start_drafting
-from tests.engine.speculation.eagle_heads import save_head
-from tests.engine.speculation.guessed_engines import Kind, with_shared_prefix
+from tests.engine.speculation.eagle_heads import (
+    assert_same_drafts,
+    record_proposals,
+    save_head,
+)
+from tests.engine.speculation.guessed_engines import (
+    Kind,
+    save_exact_model,
+    with_shared_prefix,
+)
 from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
@@ -64,7 +72,6 @@ def test_tokens_and_drafts_behind_a_handoff_are_those_of_one_worker(
     expected = [found.tokens for found in answer(one, asked)]
     pair = LocalPair(load_config(None, settings))
     assert [found.tokens for found in pair.answer(asked)] == expected
-    print("seed", SEED)
     there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert there.num_drafted > 40
@@ -100,27 +107,41 @@ class _PairOverRanks(LocalPair):
         return RankPieces(engine.rank_stores, self._led.steps, TIMEOUT_S, num_threads=1)
 
 
+def _save_drafting(drafter: str, folder: Path, head: Path) -> dict[str, object]:
+    """A model of whole numbers that drafts; returns what an engine of it needs besides."""
+    if drafter == "mtp":
+        save_mtp_model(folder, seed=SEED)
+        save_whole_numbers(folder, SEED)
+        make_guessable(folder, SEED, strength=512)
+        return {}
+    save_exact_model(folder, seed=SEED, num_hidden_layers=4)
+    save_head(head, seed=SEED, num_attention_heads=4, num_key_value_heads=2)
+    save_whole_numbers(head, SEED)
+    return {"speculation__drafter": "eagle3", "speculation__model_path": str(head)}
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
 @pytest.mark.parametrize("shared", ["prefill", "decode"])
 def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worker(
-    shared: Role, tmp_path: Path
+    shared: Role, drafter: str, tmp_path: Path
 ) -> None:
-    """What the layer reads is the same on every rank, and moves with the heads of any of them."""
-    print("seed", SEED)
+    """What is read moves with the KV heads: with one that all ranks have, or a part with each."""
     folder = tmp_path / "model"
-    save_mtp_model(folder, seed=SEED)
-    save_whole_numbers(folder, SEED)
-    make_guessable(folder, SEED, strength=512)
+    saved = _save_drafting(drafter, folder, tmp_path / "head")
     kinds: list[Kind] = [{"temperature": 0.0}, {"temperature": 1.2}]
     asked = with_shared_prefix(SEED, kinds)
     # A pass computes both prompts, so that drafts begin at the same token.
-    settings = {"cache__num_blocks": 64, "scheduler__max_num_batched_tokens": 72}
+    settings = {**saved, "cache__num_blocks": 64, "scheduler__max_num_batched_tokens": 72}
     with RankProcesses(2, tmp_path) as ranks, exact_drafts():
         one = start_drafting(SINGLE_RANK, str(folder), settings)
+        proposals = [record_proposals(one)]
         expected = [found.tokens for found in answer(one, asked)]
         with LedRanks(ranks, start_drafting, str(folder), settings, shared) as led:
             pair = _PairOverRanks(led, shared, str(folder), settings)
+            proposals.append(record_proposals(pair.decode))
             assert [found.tokens for found in pair.answer(asked)] == expected
     there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
-    assert there.num_accepted > 0
+    assert_same_drafts(*proposals, num_at_least=5)
+    assert there.num_accepted > 0 or drafter == "eagle3"
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0

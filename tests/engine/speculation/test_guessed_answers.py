@@ -86,7 +86,6 @@ def test_every_number_is_that_without_drafts(
     error_rate: float,
     overlap: bool,
 ) -> None:
-    print("seed", SEED)
     engine = start_exact(folder, scheduler__overlap=overlap)
     guess(engine, asked, plain, num_drafts=num_drafts, error_rate=error_rate, seed=SEED)
     with exact_arithmetic():

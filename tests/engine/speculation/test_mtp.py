@@ -25,7 +25,6 @@ SEED = random.SystemRandom().randrange(10**6)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print("seed", SEED)
     path = tmp_path_factory.mktemp("mtp")
     save_mtp_model(path, seed=SEED)
     return path
@@ -50,7 +49,6 @@ def test_the_layer_of_a_quantised_model_drafts_likewise(folder: Path, tmp_path: 
     proposals = record_proposals(engine)
     prompt = random.Random(SEED).choices(range(3, VOCAB_SIZE), k=12)
     run(engine, [(prompt, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))])
-    print("seed", SEED)
     assert proposals
     for tokens, drafts in proposals:
         assert drafts == plain_mtp(stands_for).greedy_drafts(tokens, len(drafts)), tokens
@@ -68,7 +66,6 @@ def test_no_answer_changes(tmp_path: Path, overlap: bool) -> None:
         {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1},
     ]
     asked = with_shared_prefix(SEED, kinds)
-    print("seed", SEED)
     with exact_arithmetic(), snapped_mixtures():
         expected = run(start_exact(tmp_path, speculation__drafter="none"), asked)
         engine = start(

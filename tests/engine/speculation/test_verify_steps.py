@@ -46,7 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
-    print("seed", SEED)
     draw = random.Random(SEED)
     return [
         (

@@ -27,7 +27,6 @@ DECODE = {"speculation__attention_backend": "decode", "model__attention__decode"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    print("seed", SEED)
     path = tmp_path_factory.mktemp("model")
     save_model(
         path,

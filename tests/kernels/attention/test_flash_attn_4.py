@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import flash_attn_4
-from kernels.attention.flash_attn_4 import FlashAttention4, Reads, why_not
+from kernels.attention.flash_attn_4 import FlashAttention4, why_not
+from kernels.attention.gathering import Reads
 from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import build_attention
@@ -159,7 +160,7 @@ def test_the_way_is_chosen_by_history_and_block_size(
     library: _Library,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash_attn_4, "_MAX_GATHERED_KEYS", 200)
+    monkeypatch.setattr(flash_attn_4, "MAX_GATHERED_KEYS", 200)
     shape = replace(SHAPE, head_dim=head_dim)
     problem = build_problem(rows, shape, block_size=block_size, dtype=torch.float32)
     backend = _backend(problem)
@@ -304,11 +305,8 @@ def test_a_package_that_does_not_work_ends_the_start(
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_compiled_code_is_kept_on_disk(
-    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_kept_on_disk(asked: bool, tmp_path: Path) -> None:
     """Unless the operator's environment has asked for it already, who then says where."""
-    monkeypatch.setattr(flash_attn_4, "_CACHE", tmp_path)
     cache_utils = SimpleNamespace(
         CUTE_DSL_CACHE_ENABLED=asked,
         CUTE_DSL_CACHE_DIR="elsewhere",
@@ -316,10 +314,35 @@ def test_compiled_code_is_kept_on_disk(
     )
     names = ("_flash_attn_fwd", "_compute_tile_cumsum", "_compute_blocks_to_batch")
     interface = SimpleNamespace(**{name: SimpleNamespace(compile_cache=None) for name in names})
-    flash_attn_4._keep_compiled(interface, cache_utils)
+    flash_attn_4._keep_compiled(interface, cache_utils, tmp_path)
     caches = [getattr(interface, name).compile_cache for name in names]
     kept = [(str(tmp_path), kind) for kind in ("fwd", "tile_cumsum", "blocks_to_batch")]
     assert caches == ([None] * 3 if asked else kept)
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do() -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(f"no writing to {name}")
+
+    cache_utils = SimpleNamespace(CUTE_DSL_CACHE_ENABLED=False, get_jit_cache=refuse)
+    interface = SimpleNamespace(
+        _flash_attn_fwd=None, _compute_tile_cumsum=None, _compute_blocks_to_batch=None
+    )
+    with pytest.raises(ValueError, match=r"no writing to fwd; .*CUTE_DSL_CACHE_DIR"):
+        flash_attn_4._keep_compiled(interface, cache_utils, Path("/nowhere"))
+
+
+def test_each_gpu_has_a_folder_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for gpu in ("NVIDIA H200", "NVIDIA B200"):
+        for version in ("0.6.5", "0.7.0"):
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
+            monkeypatch.setattr(
+                flash_attn_4.importlib.metadata, "version", lambda _, version=version: version
+            )
+            names.add(flash_attn_4._cache_name())
+    assert len(names) == 4
+    assert "NVIDIA-H200_quack-0.6.5" in names
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -204,6 +204,20 @@ def test_a_mask_that_cannot_be_compiled_is_named() -> None:
         backend.prepare(max_rows=2, max_row_tokens=8, max_row_keys=8)
 
 
+def test_a_mask_that_fails_where_it_computes_is_named() -> None:
+    """As a function does on a GPU that reads a table of its own on the CPU; nothing compiles."""
+
+    def fails(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("two devices")
+
+    mask = MaskFunction(name="mine:fails", test=fails)
+    shape = replace(SHAPE, head_dim=16, mask_function=mask)
+    problem = build_problem([(0, 3)], shape, block_size=4, dtype=torch.float32)
+    backend = _flex(problem, SMALL_PACKING, is_compiled=True)
+    with pytest.raises(BackendUnavailable, match=r"cannot compile mask mine:fails: two devices"):
+        backend.prepare(max_rows=2, max_row_tokens=8, max_row_keys=8)
+
+
 # ---- mask functions ------------------------------------------------------------------------------
 
 

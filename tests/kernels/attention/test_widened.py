@@ -27,7 +27,7 @@ LONG_PROMPTS = {
 }
 
 
-def _attend(
+def library_attention(
     *,
     q: Tensor,
     k: Tensor,
@@ -94,7 +94,7 @@ def _check(
 
 def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets."""
-    library = SimpleNamespace(flash_attn_varlen_func=_attend)
+    library = SimpleNamespace(flash_attn_varlen_func=library_attention)
     with (
         patch("kernels.attention.flash_attn.why_not", lambda *_: None),
         patch("kernels.attention.flash_attn.import_library", lambda **_: library),

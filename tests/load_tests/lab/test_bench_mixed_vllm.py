@@ -13,6 +13,8 @@ def test_settings_are_in_the_label() -> None:
     switches = "--batched-tokens 2048 --long-threshold 1024 --short-first"
     tuned = build_parser().parse_args(switches.split())
     assert label(tuned) == "vLLM, 2048 batched tokens, long threshold 1024, short first"
+    eight = build_parser().parse_args("--quantization fp8 --kv-dtype fp8".split())
+    assert label(eight) == "vLLM, 8192 batched tokens, fp8 weights, fp8 KV"
 
 
 def test_a_search_needs_limits(tmp_path: Path) -> None:

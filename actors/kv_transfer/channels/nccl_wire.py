@@ -1,0 +1,101 @@
+"""An NCCL group of two ranks whose calls block, each up to a deadline.
+
+As in nccl_pair.py, a peer that is dead is not noticed by NCCL: at the deadline the group is aborted
+from another thread, because posting an operation may itself wait for the peer.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.kv_transfer.channels.gloo_pair import remove_keys
+from actors.kv_transfer.channels.handshake import SENDER_RANK, Handshake, exchange_handshakes
+from actors.kv_transfer.channels.nccl_pair import (
+    GROUP_TIMEOUT_FACTOR,
+    GroupFactory,
+    NcclGroup,
+    PairGroup,
+)
+from actors.kv_transfer.channels.posting_thread import POLL_S
+from actors.kv_transfer.channels.rendezvous_store import RendezvousStore
+from actors.kv_transfer.contracts import RendezvousClient
+from actors.kv_transfer.waits import IsOver
+from engine.errors import HandoffError
+
+
+class NcclWire:
+    """One end; one call runs at a time. A failure ends it for good."""
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        deadline_s: float,
+        *,
+        max_ctas: int = 0,
+        make_group: GroupFactory | None = None,
+    ) -> None:
+        """make_group(store, rank); None = NCCL with so many blocks, on the handshake's device."""
+        self.device = handshake.device
+        self._handshake = handshake
+        self._deadline_s = deadline_s
+        self._max_ctas = max_ctas
+        self._make_group = make_group or self._make_nccl_group
+        self._cutting = threading.Lock()
+        self._is_cut = False
+        self._store: RendezvousStore | None = None  # NCCL may call it until the group is gone
+        self._group: PairGroup | None = None
+
+    def open(self, client: RendezvousClient, key: str) -> None:
+        """Meets the other end, warms up (NCCL connects with the first bytes), checks the rate."""
+        store = RendezvousStore(client, self._deadline_s)
+        group = self._make_group(dist.PrefixStore(key, store), self._handshake.rank)
+        with self._cutting:
+            self._group, self._store = group, store
+        del group  # an aborted group must be dropped
+        exchange_handshakes(self, self._handshake)
+        if self._handshake.rank == SENDER_RANK:
+            remove_keys(client, key)
+
+    def send(self, data: Tensor) -> None:
+        """data: complete on the device."""
+        self._wait("send", lambda group: group.send(data))
+
+    def receive(self, data: Tensor) -> None:
+        self._wait("receive", lambda group: group.receive(data))
+
+    def close(self) -> None:
+        """Aborts what runs; from any thread, any number of times."""
+        with self._cutting:
+            self._is_cut = True
+            group, self._group = self._group, None
+            store, self._store = self._store, None
+        if group is not None:
+            group.abort()
+        del group, store  # in this order
+
+    def _wait(self, verb: str, post: Callable[[PairGroup], IsOver]) -> None:
+        """Posts an operation and waits for its end. After an abort nothing touches its memory."""
+        group = self._group
+        if group is None:
+            raise HandoffError(f"the channel of epoch {self._handshake.epoch} is closed")
+        deadline = threading.Timer(self._deadline_s, self.close)
+        deadline.start()
+        try:
+            is_over = post(group)
+            while not is_over():
+                time.sleep(POLL_S)
+        except RuntimeError as error:  # what torch raises
+            self.close()
+            raise HandoffError(f"the channel did not {verb}: {error}") from None
+        finally:
+            deadline.cancel()
+        if self._is_cut:
+            deadline.join()  # the abort has ended
+            raise HandoffError(f"the channel did not {verb} within {self._deadline_s} s")
+
+    def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
+        timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s
+        return NcclGroup(store, rank, self.device, self._max_ctas, timeout_s)

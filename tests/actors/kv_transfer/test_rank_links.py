@@ -1,0 +1,223 @@
+"""Each rank gets its own heads from the ranks that have them, where it cannot map their stores.
+
+Threads stand in for the ranks' processes and for Ray's calls, queues for NCCL; gloo is gloo.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
+from actors.kv_transfer.channels.handshake import Handshake
+from actors.kv_transfer.channels.nccl_wire import NcclWire
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_links import (
+    GiveHeads,
+    Giver,
+    GiversOffer,
+    HeadGiver,
+    Heads,
+    Wire,
+    Wires,
+)
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces
+from actors.kv_transfer.rank_pulls import Linking, PullsByRanks, RankPuller
+from configs.schema import FloorsConfig, HandoffConfig
+from engine.errors import HandoffError, WorkerError
+from engine.messages import ChannelKind
+from engine.ranks.asides import NoAsides
+from engine.ranks.rank import Rank
+from engine.ranks.shared_stores import part_of
+from tests.actors.kv_transfer import fake_pair_group
+from tests.actors.kv_transfer.rank_workers import CPU, NUM_BLOCKS
+from tests.actors.kv_transfer.test_channels_local import LocalBoard, pair_request
+from tests.actors.kv_transfer.test_rank_pulls import Moved, Pulls
+
+KINDS: tuple[ChannelKind, ...] = ("object_store", "gloo_pair", "nccl_pair")
+CONFIG = HandoffConfig(transfer_deadline_s=10.0, floors_gb_s=FloorsConfig(nccl_pair=0.0))
+HASTY = msgspec.structs.replace(CONFIG, transfer_deadline_s=0.3)
+
+
+def nothing(rank: int, order: bytes) -> None:
+    """All is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWires(Wires):
+    groups: Callable[[str], fake_pair_group.Wires]  # of two ranks, by the key of their wire
+
+    def opened(self, kind: ChannelKind, epoch: int, key: str, end: int) -> Wire:
+        if kind != "nccl_pair":
+            return Wires.opened(self, kind, epoch, key, end)
+        handshake = Handshake(epoch=epoch, rank=end, device=CPU, floor_gb_s=0.0)
+        deadline_s = self.config.transfer_deadline_s
+        wire = NcclWire(handshake, deadline_s, make_group=self.groups(key).make_group)
+        wire.open(self.rendezvous, key)
+        return wire
+
+
+@dataclass
+class LinkedPulls(Pulls):
+    """The sender's ranks answer what the receiver's ask."""
+
+    kind: ChannelKind = "object_store"
+    config: HandoffConfig = CONFIG
+    givers: list[HeadGiver] = field(default_factory=list)
+    on_ask: Callable[[int, bytes], None] = nothing  # a rank of the sender, what it is asked
+    groups: dict[str, fake_pair_group.Wires] = field(
+        default_factory=lambda: defaultdict(fake_pair_group.Wires)
+    )
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self.wires = LocalWires(
+            rendezvous=LocalBoard(),
+            address="127.0.0.1",
+            config=self.config,
+            device=CPU,
+            groups=self.groups.__getitem__,
+        )
+        size = len(self.sender.stores)
+        parts = [part_of(Rank(rank, size), self.sender.whole) for rank in range(size)]
+        self.givers = [
+            HeadGiver(part, KvPieces(store, num_threads=1), self.wires)
+            for part, store in zip(parts, self.sender.stores, strict=True)
+        ]
+        ranks = [Giver(part, str(rank)) for rank, part in enumerate(parts)]
+        self.offer = msgspec.msgpack.encode(GiversOffer(NUM_BLOCKS, ranks))
+        with ThreadPoolExecutor(8) as self.calls:
+            if isinstance(self.receiver.pieces, RankPieces):
+                with super().opened():
+                    yield
+            else:
+                assert isinstance(self.receiver.pieces, KvPieces)
+                self.pullers = [self._puller(0)]
+                pieces = OneRank(self.receiver.pieces)
+                self.by_ranks = PullsByRanks(pieces, NoAsides(), self.pullers[0])
+                yield
+        assert not any(giver._open for giver in self.givers), "a wire stays open"
+
+    async def open(self, floor_gb_s: float = 0.0) -> CudaIpcReceiver[Any]:
+        assert self.by_ranks is not None
+        request = pair_request(3, channel=self.kind)
+        return await self.by_ranks.open_links(msgspec.structs.replace(request, offer=self.offer))
+
+    def _puller(self, rank: int) -> RankPuller:
+        part = part_of(Rank(rank, len(self.receiver.stores)), self.receiver.whole)
+        pieces = KvPieces(self.receiver.stores[rank], num_threads=1)
+        linking = Linking(wires=self.wires, ask=self._ask, reader=f"reader {rank}")
+        return RankPuller(part, pieces, index=rank, linking=linking)
+
+    def _ask(self, actor: str, order: bytes) -> Callable[[], Any]:
+        def answer() -> Any:
+            if b"CloseWire" not in order:
+                self.on_ask(int(actor), order)
+            return self.givers[int(actor)].do(order)
+
+        return self.calls.submit(answer).result
+
+
+def linked(num_heads: int, sizes: tuple[int, int], kind: ChannelKind) -> tuple[Moved, LinkedPulls]:
+    moved = Moved.drawn(num_heads, *sizes)
+    pulls = LinkedPulls(moved.pulls.sender, moved.pulls.receiver, kind=kind)
+    moved.pulls = pulls
+    return moved, pulls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_heads", "sizes"),
+    [(4, (2, 2)), (4, (1, 2)), (4, (2, 1)), (4, (4, 2)), (4, (2, 4)), (1, (2, 2))],
+)
+def test_each_rank_gets_its_heads_and_notices_other_bytes(
+    num_heads: int, sizes: tuple[int, int], kind: ChannelKind
+) -> None:
+    moved, pulls = linked(num_heads, sizes, kind)
+    with pulls.opened():
+        assert moved.pull()
+        moved.check()
+        assert not moved.pull([moved.digests[0] ^ 2, *moved.digests[1:]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
+def test_a_rank_of_the_sender_that_dies_fails_the_piece_when_all_have_ended_theirs(
+    sizes: tuple[int, int], kind: ChannelKind
+) -> None:
+    """At once, but for NCCL, which notices at its deadline; and the next channel is as good."""
+    moved, pulls = linked(4, sizes, kind)
+    pulls.config = HASTY if kind == "nccl_pair" else CONFIG
+    last = sizes[0] - 1
+
+    def die(rank: int, order: bytes) -> None:
+        if rank == last and b"OpenWire" not in order:
+            if kind == "gloo_pair":  # its process is gone, and its connections
+                for _, wire in pulls.givers[rank]._open.values():
+                    wire.close()
+            raise WorkerError("it is dead")
+
+    with pulls.opened():
+        pulls.on_ask = die
+        with pytest.raises(HandoffError, match=r"dead|did not|broke|closed"):
+            moved.pull()
+        pulls.on_ask = nothing
+        assert moved.pull()
+        moved.check()
+
+
+def test_a_wire_that_does_not_open_is_a_failed_channel() -> None:
+    moved, pulls = linked(4, (2, 2), "gloo_pair")
+
+    def fail(rank: int, _: bytes) -> None:
+        raise WorkerError(f"{rank} is dead")
+
+    pulls.config = HASTY
+    with pulls.opened():
+        pulls.on_ask = fail
+        with pytest.raises(HandoffError):
+            moved.pull()
+
+
+def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
+    group = fake_pair_group.Wires()
+    ends = [
+        NcclWire(
+            Handshake(epoch=1, rank=rank, device=CPU, floor_gb_s=0.0),
+            0.1,
+            make_group=group.make_group,
+        )
+        for rank in range(2)
+    ]
+    opening = threading.Thread(target=ends[0].open, args=(LocalBoard(), "k/"))
+    opening.start()
+    ends[1].open(LocalBoard(), "k/")
+    opening.join()
+    group.is_silent = True
+    with pytest.raises(HandoffError, match="within"):
+        ends[1].receive(torch.zeros(4))
+    with pytest.raises(HandoffError, match="closed"):
+        ends[1].receive(torch.zeros(4))
+    assert group.num_aborts == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "named"),
+    [
+        (Heads([0], 2, 1), "of another rank"),
+        (Heads([0], 1, 2), "of another rank"),
+        (Heads([NUM_BLOCKS], 0, 1), "a store that has"),
+        (Heads([-1], 0, 1), "a store that has"),
+    ],
+)
+def test_what_a_rank_has_not_is_not_given(heads: Heads, named: str) -> None:
+    _, pulls = linked(4, (2, 2), "object_store")
+    with pulls.opened(), pytest.raises(HandoffError, match=named):
+        pulls.givers[0].do(msgspec.msgpack.encode(GiveHeads(heads)))
