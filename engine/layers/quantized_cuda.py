@@ -19,8 +19,8 @@ What runs, by format, scales, number of tokens:
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
 
 Inputs are coded by the norm before a product (`form`, `of_coded`) or else before it, with the same
-result (of one token added in another order). So an answer's first token may come from rounded inputs and the others from inputs as they
-are; in deterministic mode nothing but weights is rounded.
+result (of one token added in another order). So an answer's first token may come from rounded
+inputs and the others from inputs as they are; in deterministic mode nothing but weights is rounded.
 """
 
 from abc import ABC, abstractmethod
