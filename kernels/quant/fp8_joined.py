@@ -1,6 +1,7 @@
 """`kernels.quant.fp8_pieces` with one product a step: x's pieces and groups lie side by side.
 
-    y[t, n] = sw[n] * sum over pieces p, groups g of c[p] sx[g, t] * sum over k in g of q[n, k] x[p, t, k]
+    y[t, n] = sw[n] * sum over pieces p, groups g of c[p] sx[g, t] d[p, g, t, n]
+    d[p, g, t, n] = sum over k in g of q[n, k] x[p, t, k]
 
 c is 1 of the first piece and 1 / 32 of the second. A step of BLOCK_K columns is one product of the
 weight's tile with a tile of x that has a column for each piece, group of the step and token, with
@@ -28,7 +29,7 @@ from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
 from kernels.quant.decode import knows_e4m3
 from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig, check_inputs
-from kernels.quant.fp8_pieces import load_codes, store_coded
+from kernels.quant.fp8_pieces import add_scaled, load_codes, store_coded
 from kernels.quant.token_groups import code_groups
 
 MAX_TOKENS = 64
@@ -87,6 +88,20 @@ def _multiply(w, x, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
     return tl.dot(w, tl.trans(x))
 
 
+@triton.jit
+def _scaled(
+    acc, piece, scale_pointers, x_scale_pointers, NUM_TILES: tl.constexpr, X_GROUPS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """acc, by the factors of pieces and by scales that are the same for all columns."""
+    factors = tl.where(piece == 0, 1.0, _SECOND_PIECE)
+    if X_GROUPS == 1:
+        factors *= tl.load(x_scale_pointers)
+    acc *= factors[None, :]
+    if NUM_TILES == 1:
+        acc *= tl.load(scale_pointers)[:, None]
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_joined_kernel(
     x_ptr,  # [PIECES, num_tokens, K] e4m3; if X_GROUPS is 0 [num_tokens, K], not coded
@@ -136,11 +151,8 @@ def _fp8_joined_kernel(
     tokens = tl.arange(0, BLOCK_M)
     k_offsets = tl.arange(0, BLOCK_K)
     piece, group, token = joined_rows(PIECES, GROUPS, BLOCK_M)
-    if X_GROUPS == 0:
-        x_pointers = x_ptr + tokens[:, None] * STRIDE_X
-    else:
-        x_pointers = x_ptr + (piece * num_tokens + token)[:, None].to(tl.int64) * STRIDE_X
-    x_pointers += k_start + k_offsets[None, :]
+    x_rows = tokens if X_GROUPS == 0 else piece * num_tokens + token
+    x_pointers = x_ptr + x_rows[:, None].to(tl.int64) * STRIDE_X + k_start + k_offsets[None, :]
     codes_pointers = codes_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
     scale_pointers = scales_ptr + w_rows // TILE_ROWS * NUM_TILES
     x_scale_pointers = x_scales_ptr + tl.minimum(token, num_tokens - 1)
@@ -162,22 +174,9 @@ def _fp8_joined_kernel(
             total = _multiply(w, x, KNOWS_E4M3)
         if X_GROUPS > 1:
             index = tl.minimum((k_start + k) // X_GROUP + group, X_GROUPS - 1)
-            x_scales = tl.load(x_scale_pointers + index * num_tokens)
-            if NUM_TILES > 1:
-                total *= x_scales[None, :]
-            else:
-                acc = tl.fma(total, x_scales[None, :], acc)
-        if NUM_TILES > 1:
-            index = tl.minimum((k_start + k) // TILE_COLUMNS, NUM_TILES - 1)
-            acc = tl.fma(total, tl.load(scale_pointers + index)[:, None], acc)
-        elif X_GROUPS <= 1:
-            acc += total
-    factors = tl.where(piece == 0, 1.0, _SECOND_PIECE)
-    if X_GROUPS == 1:
-        factors *= tl.load(x_scale_pointers)
-    acc *= factors[None, :]
-    if NUM_TILES == 1:
-        acc *= tl.load(scale_pointers)[:, None]
+            total *= tl.load(x_scale_pointers + index * num_tokens)[None, :]
+        acc = add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
+    acc = _scaled(acc, piece, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS)
     acc = add_joined(acc, BLOCK_N, PIECES * GROUPS, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
@@ -293,7 +292,8 @@ def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
 
 def _wanted(num_tokens: int, weight: Fp8Operand) -> QuantConfig:
     num_sms = device_properties(weight.codes.device).num_sms
-    return choose_config(num_tokens, *weight.codes.shape, num_sms)
+    num_rows, num_columns = weight.codes.shape
+    return choose_config(num_tokens, num_rows, num_columns, num_sms)
 
 
 def _num_tokens(x: CodedTokens | Tensor) -> int:

@@ -86,7 +86,7 @@ def supports_pieces(weight: Fp8Operand, dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def load_codes(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
+def load_codes(pointers, k_offsets, num_columns, MASK_K: tl.constexpr) -> tl.tensor:
     """Tile of the weight; its rows always exist."""
     if MASK_K:
         w = tl.load(pointers, mask=k_offsets[None, :] < num_columns, other=0.0)
@@ -104,7 +104,7 @@ def _multiply(w, first, second, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _add(
+def add_scaled(
     acc, total, scale_pointers, column, TILE_COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
     """acc + total, scaled where the weight has more than one scale a row."""
@@ -217,7 +217,7 @@ def _fp8_pieces_kernel(
         if X_GROUPS > 1:
             group = tl.minimum((k_start + k) // X_GROUP, X_GROUPS - 1)
             total *= tl.load(x_scale_pointers + group * num_tokens)[None, :]
-        acc = _add(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
+        acc = add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
     acc = tl.trans(_scaled(acc, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS))
     is_last = True
     if SPLIT_K > 1:

@@ -12,8 +12,9 @@ why. The floor is the weight's bytes over the memory's rate or the operations ov
 
 `chosen` is what the engine runs by itself, `pieces` what it runs after a norm or a gate for up to
 64 tokens, `one` multiplies one token without matrix units, `weights` decodes weights in registers,
-`joined` multiplies pieces side by side (`joined 1 piece`: inputs rounded, not as they are), `many` is what it runs for many tokens; `--tune` tries other tilings of `one`, `weights`, `pieces`
-and `joined`, and of products of FP8 tiles.
+`joined` multiplies pieces side by side (`joined 1 piece`: inputs rounded), `many` is what it runs
+for many tokens; `--tune` tries other tilings of `one`, `weights`, `pieces` and `joined`
+(`joined-1-piece`), and of products of FP8 tiles.
 """
 
 import argparse

@@ -112,7 +112,7 @@ def test_interpreted_kernels_are_their_formula(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 16, 64])
 def test_weights_meet_the_units_of_fp8(num_tokens: int) -> None:
-    """Four products of 32 columns a step of 128, both pieces in each; bytes of four bits as e4m3."""
+    """Both pieces in each product; bytes of four bits are read as e4m3."""
     from kernels.linear.small import tile_counters
     from kernels.quant import fp8_joined, int4_joined
     from kernels.quant.fp8_linear import Fp8Operand
