@@ -43,9 +43,9 @@ from kernels.quant.token_groups import code_groups
 MAX_TOKENS = 64
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _SIZE_MULTIPLE = 16
-# Raced on an H200 with the four products of Qwen3-8B, at 1, 16 and 64 tokens; 32 by arithmetic. Every
-# program reads the inputs of its columns, so with many tokens programs own more rows: else inputs,
-# not weights, take the time. Of fewer than 16 tokens a tile the compiler makes no product of these
+# Raced on an H200 with Qwen3-8B's products, at 1, 16 and 64 tokens; 32 by arithmetic. Every program
+# reads the inputs of its columns, so with many tokens programs own more rows: else inputs, not
+# weights, take the time. Of fewer than 16 tokens a tile the compiler makes no product of these
 # matrix units.
 _CONFIGS = {
     16: QuantConfig(block_m=16, block_n=64, num_warps=4, num_stages=6),
