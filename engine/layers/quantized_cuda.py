@@ -3,15 +3,15 @@
 What runs, by format, scales, number of tokens:
 
     format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       pieces*  blocks     blocks        one tiling
-    FP8     yes, a scale a row      pieces*  rows       rows          one tiling
-    FP8     else                    pieces*  weights    matrix        one tiling
+    FP8     yes, tiles of 128       pieces   blocks     blocks        one tiling
+    FP8     yes, a scale a row      pieces   rows       rows          one tiling
+    FP8     else                    pieces   weights    matrix        one tiling
     4 bits  -                       weights  weights    matrix        one tiling
 
     pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
                 only, else weights
-    *           weights for up to 16 tokens of more than 8,192 columns
-    one token   inputs as they are, no matrix units: `one_token`; only if `ONE_TOKEN`
+    one token   inputs as they are, no matrix units: `one_token`; of FP8 with a scale a row, Hopper
+                only, in place of pieces where nothing has coded the input; all if `ONE_TOKEN`
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -19,8 +19,8 @@ What runs, by format, scales, number of tokens:
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
 
 Inputs are coded by the norm before a product (`form`, `of_coded`) or else before it, with the same
-result. So an answer's first token may come from rounded inputs and the others from inputs as they
-are; in deterministic mode nothing but weights is rounded.
+result (of one token added in another order). So an answer's first token may come from rounded
+inputs and the others from inputs as they are; in deterministic mode nothing but weights is rounded.
 """
 
 from abc import ABC, abstractmethod
@@ -66,10 +66,8 @@ MATRIX_FROM = 512
 # Up to so many tokens each program of a product may code the inputs that it reads, of more it would
 # spend most of its instructions on them.
 CODED_INSIDE_TO = 16
-# With more columns a weight is decoded in registers for up to CODED_INSIDE_TO tokens: on an H200 a
-# product of 12,288 columns takes 19 us so, and 24 us in pieces.
-PIECES_TO = 8192
-# Whether one token is multiplied without matrix units, where that can be: not until it is measured.
+# Whether one token is multiplied without matrix units wherever that can be: on an H200 it is faster
+# only with FP8 weights with a scale a row whose inputs nothing has coded, which need no switch.
 ONE_TOKEN = False
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
@@ -114,9 +112,10 @@ class Fp8Matrix:
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
         num_tokens, form = len(x), self._few_form
-        if ONE_TOKEN and num_tokens == 1 and config is None:
+        is_simple = form is not None and self.weight.scales.shape[1] == 1
+        if num_tokens == 1 and config is None and (ONE_TOKEN or is_simple):
             return fp8_one_token(x, self.weight, gated=gated)
-        if config is not None or form is None or not self._takes_pieces(num_tokens):
+        if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
             return fp8_linear(x, self.weight, counters, config, gated=gated)
         if num_tokens <= CODED_INSIDE_TO:
             return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
@@ -126,12 +125,8 @@ class Fp8Matrix:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
 
     def form(self, num_tokens: int) -> InputForm | None:
-        is_one = ONE_TOKEN and num_tokens == 1
-        return self._few_form if self._takes_pieces(num_tokens) and not is_one else None
-
-    def _takes_pieces(self, num_tokens: int) -> bool:
-        is_long = self.weight.codes.shape[1] > PIECES_TO
-        return (CODED_INSIDE_TO if is_long else 0) < num_tokens <= MAX_PIECES_TOKENS
+        fewest = 2 if ONE_TOKEN else 1
+        return self._few_form if fewest <= num_tokens <= MAX_PIECES_TOKENS else None
 
     def of_pieces(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
         return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
@@ -291,8 +286,7 @@ class CodedMlp:
     def form(self, num_tokens: int) -> InputForm | None:
         """See `CodedReader`."""
         form, down = self._gated.form(num_tokens), self._down.form(num_tokens)
-        is_alone = form is not None and form.pieces == 2 and down is None
-        return form if is_alone or _pieces(form) == _pieces(down) else None
+        return form if _pieces(form) == _pieces(down) else None
 
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
@@ -305,10 +299,10 @@ class CodedMlp:
         """x: [T, hidden] as `form` says; otherwise as the call."""
         num_tokens = x.num_tokens
         form = self._down.form(num_tokens)
+        assert form is not None, "no form of so many tokens"
         if x.is_rounded:
-            assert form is not None, "no form of so many tokens"
             inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
-        elif form is not None and self._gated.codes_gate(num_tokens):
+        elif self._gated.codes_gate(num_tokens):
             inner = self._gated.coded_gate(x, lane)
         else:
             return self._down(self._gated.of_coded(x, lane), lane)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.attention.flash_attn import expand_blocks, expand_blocks_torch
 from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
+from kernels.attention.names import BackendUnavailable
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors, build_step
 from kernels.kv.scales import KvScales
 
@@ -30,6 +31,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: dict[int, Sequence[int]] = {9: range(16, 257, 8), 10: (*range(16, 129, 8), 256)}
 _TILE_KEYS = 128
 _MAX_TILE_HEAD_DIM = 128  # beyond, a tile has fewer keys
+_VERSIONS = "it needs nvidia-cutlass-dsl and quack-kernels of versions that go together"
 # Beyond so many rows the library launches other kernels.
 _FEW_ROWS = 256
 _CACHE = Path("~/.cache/laps/flash_attn_4")
@@ -100,12 +102,25 @@ class FlashAttention4:
         """Compile every form that steps of so many rows take; nothing compiles later.
 
         Memory for the largest gathering is taken and given back, so that whoever measures what is
-        left for the store counts it.
+        left for the store counts it. Raises BackendUnavailable if the library cannot compile here.
         """
         shape = self._shape
         num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
         gathered = [self._zeros(num_keys, shape.num_kv_heads) for _ in range(2)]
         del gathered
+        try:
+            self._compile(max_rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # its compiler raises many kinds
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise BackendUnavailable(
+                f"flash_attn.cute cannot compile here: {reason}; {_VERSIONS}, or name another"
+                " backend for prompts, such as flash_attn or triton"
+            ) from error
+
+    def _compile(self, max_rows: int) -> None:
+        shape = self._shape
         parts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         sinks = torch.zeros(shape.num_heads, device=self._device) if shape.has_sinks else None
         store = self._zeros(1, len(shape.layer_windows), 2, self._block_size, shape.num_kv_heads)
@@ -233,8 +248,7 @@ def _import_library() -> Callable[..., tuple[Tensor, Tensor | None]]:
         cache_utils = importlib.import_module(f"{_PACKAGE}.cache_utils")
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ValueError(
-            f"flash_attn.cute is installed and does not work: {error}; it needs nvidia-cutlass-dsl"
-            " and quack-kernels of versions that go together"
+            f"flash_attn.cute is installed and does not work: {error}; {_VERSIONS}"
         ) from error
     _keep_compiled(interface, cache_utils, _CACHE.expanduser() / _cache_name())
     attend: Callable[..., tuple[Tensor, Tensor | None]] = interface.flash_attn_varlen_func

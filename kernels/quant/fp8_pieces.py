@@ -43,29 +43,43 @@ from kernels.quant.token_groups import code_groups
 MAX_TOKENS = 64
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _SIZE_MULTIPLE = 16
-# Raced on an H200 with Qwen3-8B's products, at 1, 16 and 64 tokens; 32 by arithmetic. Every program
-# reads the inputs of its columns, so with many tokens programs own more rows: else inputs, not
-# weights, take the time. Of fewer than 16 tokens a tile the compiler makes no product of these
-# matrix units.
+# Measured on an H200 with Qwen3-8B's weights (load_tests/results/quantisation.md); those of 32
+# tokens by arithmetic. Every program reads the inputs of its columns: with many tokens programs own
+# more rows, else inputs, not weights, take the time. Of fewer than 16 tokens a tile the compiler
+# makes no product of these matrix units.
 _CONFIGS = {
     16: QuantConfig(block_m=16, block_n=64, num_warps=4, num_stages=6),
     32: QuantConfig(block_m=32, block_n=128, num_warps=8, num_stages=4),
     64: QuantConfig(block_m=64, block_n=128, num_warps=8, num_stages=3),
 }
-_PROGRAMS = {16: 256, 32: 192, 64: 96}  # from so many on, columns are not split further
-_TALL = QuantConfig(block_m=64, block_n=128, num_warps=4, num_stages=3)
+_SQUARE = QuantConfig(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4)
+_SQUARE_TO = 4096  # rows
+_TALL = QuantConfig(block_m=64, block_n=256, num_warps=8, num_stages=4)
 _TALL_FROM = 16384  # rows
+# Inputs that the programs code themselves keep them longer.
+_CODING = QuantConfig(block_m=16, block_n=128, num_warps=4, num_stages=4)
+_PROGRAMS = {16: 384, 32: 192, 64: 128}  # all run at once
+_PROGRAMS_CODING = 192
 _LEAST_PART = 1024  # columns
 
 
-def choose_config(num_tokens: int, num_rows: int, num_columns: int) -> QuantConfig:
-    """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
-    block_m = max(16, int(triton.next_power_of_2(num_tokens)))
-    if block_m == _TALL.block_m and num_rows >= _TALL_FROM:
+def choose_config(
+    num_tokens: int, num_rows: int, num_columns: int, *, is_coded: bool = True
+) -> QuantConfig:
+    """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns].
+
+    is_coded: whether the inputs are coded before.
+    """
+    bucket = max(16, int(triton.next_power_of_2(num_tokens)))
+    config, programs = _CONFIGS[bucket], _PROGRAMS[bucket]
+    if bucket == _CODING.block_m and not is_coded:
+        config, programs = _CODING, _PROGRAMS_CODING
+    elif bucket == _SQUARE.block_m and max(num_rows, num_columns) <= _SQUARE_TO:
+        config = _SQUARE
+    elif bucket == _TALL.block_m and num_rows >= _TALL_FROM:
         return _TALL
-    config, enough = _CONFIGS[block_m], _PROGRAMS[block_m]
     most, split_k = num_columns // _LEAST_PART, 1
-    while 2 * split_k <= most and split_k * triton.cdiv(num_rows, config.block_n) < enough:
+    while 2 * split_k <= most and split_k * triton.cdiv(num_rows, config.block_n) < programs:
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -279,9 +293,15 @@ def fp8_pieces_gate(
 
 
 def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
-    """Whether `fp8_pieces_gate` computes with so many tokens and `weight`."""
+    """Whether `fp8_pieces_gate` is the way for so many tokens and `weight`.
+
+    Of few tokens tiles have few rows: products of groups so small take longer than coding again.
+    """
     num_rows, num_columns = weight.codes.shape
-    return num_rows % choose_config(num_tokens, num_rows, num_columns).block_n == 0
+    return (
+        num_tokens > _CODING.block_m
+        and num_rows % choose_config(num_tokens, num_rows, num_columns).block_n == 0
+    )
 
 
 def _num_tokens(x: CodedTokens | Tensor) -> int:
@@ -291,7 +311,9 @@ def _num_tokens(x: CodedTokens | Tensor) -> int:
 def _cut(x: CodedTokens | Tensor, weight: Fp8Operand, config: QuantConfig | None) -> QuantConfig:
     """The tiling, with steps of columns that share a scale."""
     num_rows, num_columns = weight.codes.shape
-    wanted = config or choose_config(_num_tokens(x), num_rows, num_columns)
+    is_coded = isinstance(x, CodedTokens)
+    num_tokens = _num_tokens(x)
+    wanted = config or choose_config(num_tokens, num_rows, num_columns, is_coded=is_coded)
     memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
     block_k = wanted.block_k
     if isinstance(x, CodedTokens) and len(x.scales) > 1:

@@ -217,6 +217,20 @@ def test_every_form_is_called_before_the_first_step(
     }
 
 
+def test_a_compiler_that_fails_ends_the_start_with_what_to_do(
+    library: _Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = build_problem([(0, 2)], SHAPE, block_size=2, dtype=torch.float32)
+    backend = _backend(problem)
+    monkeypatch.setattr(backend, "_attend", _fails_to_compile)
+    with pytest.raises(BackendUnavailable, match=r"no such op; .*quack-kernels.* flash_attn or t"):
+        backend.prepare(max_rows=4, max_row_tokens=100, max_row_keys=200)
+
+
+def _fails_to_compile(*_: object, **__: object) -> None:
+    raise AttributeError("no such op\nand a traceback of MLIR")
+
+
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
