@@ -49,14 +49,13 @@ from load_tests.lab.kernel_profile import (
 )
 from load_tests.lab.pinned_routing import build_pinned, count_distinct
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
-from load_tests.lab.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
+from load_tests.lab.works import DECODE_STEPS, DECODES, WARM_UPS, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
 from load_tests.tables import Figure, describe_machine, render
 
 logger = logging.getLogger(__name__)
 
 NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
-WARM_UPS = ((8, 128, 8), (64, 512, 4))  # prompts, their tokens, new tokens
 HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
 NUM_TRACED_STEPS = 16
 NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last

@@ -69,3 +69,4 @@ DECODES = tuple(
     Work(Kind.DECODE, n, t) for n, t in ((1, 128), (16, 128), (64, 128), (256, 128), (64, 4096))
 )
 WORKS = (*LONG_PREFILLS, *SHORT_PREFILLS, *DECODES)
+WARM_UPS = ((8, 128, 8), (64, 512, 4))  # before the first work: prompts, their tokens, new tokens
