@@ -214,10 +214,7 @@ class RankReports:
                 self._changed.notify_all()
 
     def _note(self, rank: int, report: bytes | None) -> None:
-        try:
-            said = None if report is None else _reports.decode(report)
-        except msgspec.MsgspecError as error:
-            said = RankFailure(f"it said what cannot be read: {error}", is_config=False)
+        said = None if report is None else _reports.decode(report)
         with self._changed:
             match said:
                 case StepDigest():

@@ -93,7 +93,8 @@ class IntegerPieces:
 
     is_on_gpu = False
 
-    def __init__(self, executor: IntegerExecutor) -> None:
+    def __init__(self, executor: IntegerExecutor, *, names_blocks: bool = False) -> None:
+        assert not names_blocks, "no ranks here that would ask for them"
         self._executor = executor
 
     def fence(self) -> None:

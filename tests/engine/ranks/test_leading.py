@@ -189,4 +189,4 @@ def test_a_report_that_cannot_be_read_is_the_end_of_its_rank() -> None:
         reader.close()
     assert end is not None
     assert end.rank == 1
-    assert "cannot be read" in end.reason
+    assert "cannot be taken" in end.reason
