@@ -68,9 +68,8 @@ class RankWorker:
         self._spec = spec
         self._name = name
         self._beside = beside
-        self._work: Callable[[bytes], Any] | None = (
-            None  # beside steps; None = there is none, or it still loads
-        )
+        # Beside steps; None = there is none, or it still loads.
+        self._work: Callable[[bytes], Any] | None = None
         self._place = decode(place, RankPlace)
         stall_s = spec.config.workers.stall_s
         # Before torch is imported: from now on rank 0 knows when this process dies, and vice versa.

@@ -11,7 +11,7 @@ What runs, by format, scales, number of tokens:
     pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
                 only, else weights
     one token   inputs as they are, no matrix units: `one_token`; of FP8 with a scale a row, Hopper
-                only, in place of pieces where nothing has coded the input; all if `ONE_TOKEN`
+                only, in place of pieces where nothing has coded the input: faster there alone
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -55,7 +55,7 @@ from kernels.quant.fp8_pieces import (
     supports_pieces,
 )
 from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
-from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
+from kernels.quant.one_token import fp8_one_token
 from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import code_tokens
@@ -66,9 +66,6 @@ MATRIX_FROM = 512
 # Up to so many tokens each program of a product may code the inputs that it reads, of more it would
 # spend most of its instructions on them.
 CODED_INSIDE_TO = 16
-# Whether one token is multiplied without matrix units wherever that can be: on an H200 it is faster
-# only with FP8 weights with a scale a row whose inputs nothing has coded, which need no switch.
-ONE_TOKEN = False
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
 UNIT_SUMS_TO = 8192
@@ -112,11 +109,10 @@ class Fp8Matrix:
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
         num_tokens, form = len(x), self._few_form
-        is_simple = form is not None and self.weight.scales.shape[1] == 1
-        if num_tokens == 1 and config is None and (ONE_TOKEN or is_simple):
-            return fp8_one_token(x, self.weight, gated=gated)
         if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
             return fp8_linear(x, self.weight, counters, config, gated=gated)
+        if num_tokens == 1 and self.weight.scales.shape[1] == 1:
+            return fp8_one_token(x, self.weight, gated=gated)
         if num_tokens <= CODED_INSIDE_TO:
             return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
         return self.of_pieces(code_tokens(x, form), counters, gated=gated)
@@ -125,8 +121,7 @@ class Fp8Matrix:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
 
     def form(self, num_tokens: int) -> InputForm | None:
-        fewest = 2 if ONE_TOKEN else 1
-        return self._few_form if fewest <= num_tokens <= MAX_PIECES_TOKENS else None
+        return self._few_form if num_tokens <= MAX_PIECES_TOKENS else None
 
     def of_pieces(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
         return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
@@ -195,8 +190,6 @@ class FourBitMatrix:
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        if ONE_TOKEN and len(x) == 1 and config is None and supports_one_token(self.weight):
-            return int4_one_token(x, self.weight, gated=gated)
         return int4_linear(x, self.weight, counters, config, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:

@@ -74,33 +74,34 @@ def test_interpreted_kernels_are_their_formula(name: str) -> None:
 
 
 def check_layers_interpreted() -> None:
-    """With the switch one token is multiplied so, and no norm codes it; more tokens as before."""
+    """One token that nothing coded, and FP8 weights with a scale a row; nothing else."""
     from engine.layers import quantized_cuda
     from engine.layers.quantized_cuda import QuantizedLinear
 
     def refuse(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("with matrix units")
 
-    fp8 = fp8_case((1, 96, 128), (1, 128), torch.float16, CPU)
+    rows = fp8_case((1, 96, 128), (1, 128), torch.float16, CPU)
+    tiles = fp8_case((1, 128, 256), (128, 128), torch.float16, CPU)
     int4 = int4_case((1, 96, 128), 32, torch.float16, CPU)
     patch = pytest.MonkeyPatch()
     patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
-    made = [QuantizedLinear(case.weight) for case in (fp8, int4)]
-    assert made[0].form(1) is not None
-    patch.setattr(quantized_cuda, "ONE_TOKEN", True)
-    assert made[0].form(1) is None
-    assert made[0].form(2) is not None
     for name in ("fp8_linear", "fp8_pieces_linear", "int4_linear"):
         patch.setattr(quantized_cuda, name, refuse)
-    for linear, case in zip(made, (fp8, int4), strict=True):
-        assert_near(linear(case.x), exact_product(case.x, case.exact, None), torch.float16)
+    linear = QuantizedLinear(rows.weight)
+    assert linear.form(1) is not None, "a norm may code it for pieces"
+    assert_near(linear(rows.x), exact_product(rows.x, rows.exact, None), torch.float16)
+    others = [(linear, rows.x.expand(2, -1)), (QuantizedLinear(tiles.weight), tiles.x)]
+    others += [(QuantizedLinear(int4.weight), int4.x)]
+    others += [(QuantizedLinear(rows.weight, is_deterministic=True), rows.x)]
+    for other, x in others:
         with pytest.raises(AssertionError, match="with matrix units"):
-            QuantizedLinear(case.weight, is_deterministic=True)(case.x)
+            other(x)
     patch.undo()
 
 
 @pytest.mark.slow
-def test_one_switch_chooses_it() -> None:
+def test_layers_choose_it_where_it_is_faster() -> None:
     run_interpreted(f"{MODULE}:check_layers_interpreted")
 
 
