@@ -2,14 +2,16 @@
 
 What runs, by format, scales, number of tokens:
 
-    format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       pieces   blocks     blocks        one tiling
-    FP8     yes, a scale a row      pieces   rows       rows          one tiling
-    FP8     else                    pieces   weights    matrix        one tiling
-    4 bits  -                       weights  weights    matrix        one tiling
+    format  inputs may be rounded   1 to 16  17 to 64  65 to 511  512 and more  deterministic
+    FP8     yes, tiles of 128       pieces   rounded   blocks     blocks        one tiling
+    FP8     yes, a scale a row      pieces   rounded   rows       rows          one tiling
+    FP8     else                    pieces   pieces    weights    matrix        one tiling
+    4 bits  -                       weights  weights   weights    matrix        one tiling
 
     pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
                 only, else weights
+    rounded     inputs rounded to e4m3 as for blocks or rows: `fp8_joined`; where there are no
+                pieces weights
     one token   inputs as they are, no matrix units: `one_token`; of FP8 with a scale a row, Hopper
                 only, in place of pieces where nothing has coded the input: faster there alone
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
@@ -19,8 +21,9 @@ What runs, by format, scales, number of tokens:
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
 
 Inputs are coded by the norm before a product (`form`, `of_coded`) or else before it, with the same
-result (of one token added in another order). So an answer's first token may come from rounded
-inputs and the others from inputs as they are; in deterministic mode nothing but weights is rounded.
+result (of one token added in another order). So a token may come from rounded inputs in a step of
+many and from inputs as they are in one of few; in deterministic mode nothing but weights is
+rounded.
 """
 
 from abc import ABC, abstractmethod
@@ -37,8 +40,10 @@ from engine.layers.quantized_weight import Scales, compacted
 from kernels.device import device_properties
 from kernels.linear.small import tile_counters
 from kernels.ops import Ops
+from kernels.quant import fp8_joined
 from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import TILE_COLUMNS, fp8_blocks, supports_blocks
+from kernels.quant.fp8_joined import fp8_joined_gate, fp8_joined_linear
 from kernels.quant.fp8_linear import (
     INVARIANT,
     MAX_ONE_TILE,
@@ -60,7 +65,9 @@ from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import code_tokens
 
-ROUNDED_FROM = MAX_ONE_TILE + 1  # tokens
+# Fewer tokens take no longer as they are: then a product waits for the weights.
+ROUNDED_FROM = 17
+MANY_FROM = MAX_ONE_TILE + 1  # tokens; from so many on inputs are rounded on every GPU
 # A matrix is written and read again, four bytes a weight: that is little beside so many products.
 MATRIX_FROM = 512
 # Up to so many tokens each program of a product may code the inputs that it reads, of more it would
@@ -108,14 +115,16 @@ class Fp8Matrix:
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        num_tokens, form = len(x), self._few_form
-        if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
+        num_tokens = len(x)
+        takes_codes = config is None and num_tokens <= MAX_PIECES_TOKENS
+        form = self.form(num_tokens) if takes_codes else None
+        if form is None:
             return fp8_linear(x, self.weight, counters, config, gated=gated)
         if num_tokens == 1 and self.weight.scales.shape[1] == 1:
             return fp8_one_token(x, self.weight, gated=gated)
         if num_tokens <= CODED_INSIDE_TO:
             return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
-        return self.of_pieces(code_tokens(x, form), counters, gated=gated)
+        return self.of_few(code_tokens(x, form), counters, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
@@ -123,22 +132,39 @@ class Fp8Matrix:
     def form(self, num_tokens: int) -> InputForm | None:
         return self._few_form if num_tokens <= MAX_PIECES_TOKENS else None
 
-    def of_pieces(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
-        return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
+    def of_few(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
+        """x: at most 64 tokens, as `form` says."""
+        product = fp8_joined_linear if x.is_rounded else fp8_pieces_linear
+        return product(x, self.weight, self._dtype, counters, gated=gated)
+
+    def coded_gate(self, x: CodedTokens, counters: Tensor) -> CodedTokens:
+        """silu(gate) * up of `of_few`, in as many pieces as x; only after `codes_gate`."""
+        product = fp8_joined_gate if x.is_rounded else fp8_pieces_gate
+        return product(x, self.weight, counters)
+
+    def codes_gate(self, num_tokens: int) -> bool:
+        """Whether the gate of so many tokens can leave its result coded."""
+        form = self.form(num_tokens)
+        if form is None or num_tokens > MAX_PIECES_TOKENS:
+            return False
+        if form.pieces == 1:
+            return fp8_joined.codes_gate(num_tokens, 1, self.weight)
+        return codes_gate(num_tokens, self.weight)
 
 
 class Fp8Rounding(Fp8Matrix, ABC):
     """FP8 weights; the inputs of many tokens are rounded."""
 
-    many_from = ROUNDED_FROM
+    many_from = MANY_FROM
 
     def __init__(self, weight: Fp8Operand, dtype: torch.dtype, group: int) -> None:
         """group: columns of a rounded input that share a scale."""
         super().__init__(weight, dtype)
         self.many_form = InputForm(pieces=1, group=group)
+        self._rounded_from = MANY_FROM if self._few_form is None else ROUNDED_FROM
 
     def form(self, num_tokens: int) -> InputForm | None:
-        return self.many_form if num_tokens >= ROUNDED_FROM else super().form(num_tokens)
+        return self.many_form if num_tokens >= self._rounded_from else super().form(num_tokens)
 
     def many(self, x: Tensor) -> Tensor:
         return self.of_rounded(code_tokens(x, self.many_form))
@@ -239,33 +265,32 @@ class QuantizedLinear:
 
     def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
         """x: [T, in] as `form` says; otherwise as the call."""
-        if not x.is_rounded:
+        if x.num_tokens < self.product.many_from:
             assert isinstance(self.product, Fp8Matrix)
             is_gated = self._ops is not None
-            return self.product.of_pieces(x, self._counters[lane], gated=is_gated)
+            return self.product.of_few(x, self._counters[lane], gated=is_gated)
         y = self.of_rounded(x)
         return y if self._ops is None else self._ops.silu_mul(y)
 
     def of_rounded(self, x: CodedTokens) -> Tensor:
-        """x: [T, in], rounded; returns [T, out], before any gate."""
+        """x: [T, in], rounded, of many tokens; returns [T, out], before any gate."""
         assert isinstance(self.product, Fp8Rounding)
         return self.product.of_rounded(x)
 
     def coded_gate(self, x: CodedTokens, lane: int) -> CodedTokens:
-        """silu(gate) * up in pieces, [T, out / 2], of x in pieces; only after `codes_gate`."""
+        """silu(gate) * up, [T, out / 2], coded in as many pieces as x; only after `codes_gate`."""
         assert isinstance(self.product, Fp8Matrix)
-        return fp8_pieces_gate(x, self.product.weight, self._counters[lane])
+        return self.product.coded_gate(x, self._counters[lane])
 
     def codes_gate(self, num_tokens: int) -> bool:
-        """Whether the gate of so many tokens can leave its result in pieces."""
-        product = self.product
-        return isinstance(product, Fp8Matrix) and codes_gate(num_tokens, product.weight)
+        """Whether the gate of so many tokens can leave its result coded."""
+        return isinstance(self.product, Fp8Matrix) and self.product.codes_gate(num_tokens)
 
 
 class CodedMlp:
     """`GatedMlp` whose gate codes its result for the product after it.
 
-    A launch and a tensor less. With rounded inputs the numbers are those of `GatedMlp`.
+    A launch and a tensor less. With rounded inputs of many tokens the numbers are `GatedMlp`'s.
     """
 
     __slots__ = ("_down", "_gated")
@@ -293,10 +318,10 @@ class CodedMlp:
         num_tokens = x.num_tokens
         form = self._down.form(num_tokens)
         assert form is not None, "no form of so many tokens"
-        if x.is_rounded:
-            inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
-        elif self._gated.codes_gate(num_tokens):
+        if self._gated.codes_gate(num_tokens):
             inner = self._gated.coded_gate(x, lane)
+        elif num_tokens >= MANY_FROM:
+            inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
         else:
             return self._down(self._gated.of_coded(x, lane), lane)
         return self._down.of_coded(inner, lane)

@@ -37,6 +37,10 @@ _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _LEAST_COLUMNS = 16  # of a product of matrix units
 _MOST_COLUMNS = 128  # of a step's sums, which are in registers
 _PROGRAMS_PER_SM = 3
+# With many rows one program a multiprocessor is enough. It reads the inputs once for twice as many
+# rows, and its gate codes groups of as many columns as a step has.
+_TALL_FROM = 16384  # rows
+_TALL_COLUMNS = 64  # of a step's sums, at most
 _LEAST_PART = 512  # columns
 _PARTS = (8, 6, 4, 3, 2)
 
@@ -109,7 +113,7 @@ def _fp8_joined_kernel(
     codes_ptr,  # [N, K] e4m3
     scales_ptr,  # [ceil(N / TILE_ROWS), NUM_TILES] fp32
     bias_ptr,  # [N] if HAS_BIAS
-    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; if IS_CODED [2, num_tokens, N // 2] e4m3
+    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; coded [PIECES, num_tokens, N // 2] e4m3
     y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED
     partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
@@ -189,7 +193,7 @@ def _fp8_joined_kernel(
         if IS_CODED:
             store_coded(
                 acc, bias_ptr, y_ptr, y_scales_ptr, w_rows, tile, tokens, num_tokens, N, HAS_BIAS,
-                BLOCK_M, BLOCK_N, KNOWS_E4M3,
+                BLOCK_M, BLOCK_N, PIECES, KNOWS_E4M3,
             )  # fmt: skip
         else:
             store_rows(
@@ -198,12 +202,16 @@ def _fp8_joined_kernel(
             )  # fmt: skip
 
 
-def choose_config(num_tokens: int, num_rows: int, num_columns: int, num_sms: int) -> QuantConfig:
+def choose_config(
+    num_tokens: int, num_pieces: int, num_rows: int, num_columns: int, num_sms: int
+) -> QuantConfig:
     """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
     block_m = int(triton.next_power_of_2(num_tokens))
     if num_tokens <= 16:
         config = QuantConfig(block_m=block_m, block_n=64, num_warps=4, num_stages=6)
         programs_per_sm = _PROGRAMS_PER_SM
+    elif num_rows >= _TALL_FROM and num_pieces * block_m <= _TALL_COLUMNS:
+        return QuantConfig(block_m=block_m, block_n=256, num_warps=8, num_stages=4)
     else:
         config = QuantConfig(block_m=block_m, block_n=128, num_warps=8, num_stages=4)
         programs_per_sm = 2
@@ -271,29 +279,29 @@ def fp8_joined_linear(
 def fp8_joined_gate(
     x: CodedTokens, weight: Fp8Operand, counters: Tensor, config: QuantConfig | None = None
 ) -> CodedTokens:
-    """silu(gate) * up in two pieces, [T, N / 2], with a group for each tile of the weight.
+    """silu(gate) * up in as many pieces as x, [T, N / 2], a group for each tile of the weight.
 
     N must be a multiple of the tile's rows, as `codes_gate` says.
     """
     cut = _cut(x, weight, config)
     num_rows = weight.codes.shape[0]
     assert num_rows % cut.block_n == 0, f"{num_rows} rows in tiles of {cut.block_n}"
-    form = InputForm(pieces=2, group=cut.block_n // 2)
+    form = InputForm(pieces=_num_pieces(x), group=cut.block_n // 2)
     y = empty_coded(x.num_tokens, num_rows // 2, form, x.codes)
     if y.codes.numel() > 0:
         _launch(x, weight, y.codes, y.scales, counters, cut, is_gated=True)
     return y
 
 
-def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
+def codes_gate(num_tokens: int, num_pieces: int, weight: Fp8Operand) -> bool:
     """Whether `fp8_joined_gate` computes with so many tokens and `weight`."""
-    return weight.codes.shape[0] % _wanted(num_tokens, weight).block_n == 0
+    return weight.codes.shape[0] % _wanted(num_tokens, num_pieces, weight).block_n == 0
 
 
-def _wanted(num_tokens: int, weight: Fp8Operand) -> QuantConfig:
+def _wanted(num_tokens: int, num_pieces: int, weight: Fp8Operand) -> QuantConfig:
     num_sms = device_properties(weight.codes.device).num_sms
     num_rows, num_columns = weight.codes.shape
-    return choose_config(num_tokens, num_rows, num_columns, num_sms)
+    return choose_config(num_tokens, num_pieces, num_rows, num_columns, num_sms)
 
 
 def _num_tokens(x: CodedTokens | Tensor) -> int:
@@ -306,7 +314,7 @@ def _num_pieces(x: CodedTokens | Tensor) -> int:
 
 def _cut(x: CodedTokens | Tensor, weight: Fp8Operand, config: QuantConfig | None) -> QuantConfig:
     """The tiling, as `fitted_config` says."""
-    wanted = config or _wanted(_num_tokens(x), weight)
+    wanted = config or _wanted(_num_tokens(x), _num_pieces(x), weight)
     memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
     x_group = x.group if isinstance(x, CodedTokens) and len(x.scales) > 1 else 0
     tile_columns = weight.tile_columns if weight.scales.shape[1] > 1 else 0

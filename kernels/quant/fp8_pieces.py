@@ -145,21 +145,23 @@ def _scaled(
 @triton.jit
 def store_coded(
     acc, bias_ptr, codes_ptr, scales_ptr, w_rows, tile, tokens, num_tokens, N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWS_E4M3: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
 ) -> None:  # fmt: skip
-    """silu(gate) * up of acc [BLOCK_M, BLOCK_N], in pieces; every column is in the weight."""
+    """silu(gate) * up of acc [BLOCK_M, BLOCK_N], coded; every column is in the weight."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     NUM_OUTPUTS: tl.constexpr = N // 2
     WIDTH: tl.constexpr = BLOCK_N // 2
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    scales, first, second = code_groups(gate * tl.sigmoid(gate) * up, 2, KNOWS_E4M3)
+    scales, first, second = code_groups(gate * tl.sigmoid(gate) * up, PIECES, KNOWS_E4M3)
     is_token = tokens < num_tokens
     columns = tile * WIDTH + tl.arange(0, WIDTH)
     places = codes_ptr + tokens[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :]
     tl.store(places, first, mask=is_token[:, None])
-    places += num_tokens.to(tl.int64) * NUM_OUTPUTS
-    tl.store(places, second, mask=is_token[:, None])
+    if PIECES == 2:
+        places += num_tokens.to(tl.int64) * NUM_OUTPUTS
+        tl.store(places, second, mask=is_token[:, None])
     tl.store(scales_ptr + tile * num_tokens + tokens, scales, mask=is_token)
 
 
@@ -244,7 +246,7 @@ def _fp8_pieces_kernel(
         if IS_CODED:
             store_coded(
                 acc, bias_ptr, y_ptr, y_scales_ptr, w_rows, tile, tokens, num_tokens, N, HAS_BIAS,
-                BLOCK_M, BLOCK_N, KNOWS_E4M3,
+                BLOCK_M, BLOCK_N, 2, KNOWS_E4M3,
             )  # fmt: skip
         else:
             store_rows(

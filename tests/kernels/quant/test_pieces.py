@@ -143,6 +143,43 @@ def check_layers_interpreted() -> None:
     patch.undo()
 
 
+def check_rounding_layers_interpreted() -> None:
+    """From 17 tokens on inputs are rounded: by the norm, by a gate, and before a product."""
+    from engine.layers import quantized_cuda
+    from engine.layers.quantized_cuda import CodedMlp, Fp8Blocks, Fp8Rows, QuantizedLinear
+    from kernels.quant.token_groups import code_tokens
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
+    for tile, group in (((1, None), 256), ((128, 128), 128)):
+        made = partial(_made, tile=tile, dtype=torch.float16, device=CPU)
+        up, down = made(512, 256), made(96, 256)
+        gated, back = QuantizedLinear(up.weight, OPS), QuantizedLinear(down.weight)
+        for linear, case in ((gated, up), (back, down)):
+            kind = Fp8Rows if tile[0] == 1 else Fp8Blocks
+            linear.product = kind(_operand(case), torch.float16)
+        mlp = CodedMlp(gated, back)
+        x = torch.randn(17, 256).bfloat16().half()
+        form = InputForm(pieces=1, group=group)
+        assert mlp.form(16) == InputForm(pieces=2, group=256)
+        assert mlp.form(17) == mlp.form(64) == gated.form(65) == form
+        coded = code_tokens(x, form)
+        rounded = decoded(coded).half()
+        assert_near(
+            back.of_coded(coded),
+            exact_product(rounded, down.exact, down.weight.bias),
+            torch.float16,
+        )
+        assert torch.equal(back(x), back.of_coded(coded))
+        assert torch.equal(gated(x), gated.of_coded(coded))
+        exact = _exact_mlp(rounded, up, down)
+        ours = mlp.of_coded(coded)
+        assert float((ours.double() - exact).norm() / exact.norm()) < 0.05
+        assert torch.equal(mlp(x), ours)
+        assert gated.coded_gate(coded, 0).is_rounded
+    patch.undo()
+
+
 def _made(
     num_rows: int,
     num_columns: int,
@@ -160,7 +197,7 @@ def _made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["products", "norms", "layers", "not_finite"])
+@pytest.mark.parametrize("name", ["products", "norms", "layers", "rounding_layers", "not_finite"])
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
