@@ -115,7 +115,7 @@ def _fp8_joined_kernel(
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; coded [PIECES, num_tokens, N // 2] e4m3
     y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -184,10 +184,8 @@ def _fp8_joined_kernel(
     acc = add_joined(acc, BLOCK_N, PIECES * GROUPS, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         if IS_CODED:
@@ -346,7 +344,7 @@ def _launch(
     partials = x_scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x_scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x_scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
     use_pdl = pdl_supported(y.device)
     _fp8_joined_kernel[(num_tiles, cut.split_k)](
         inputs,

@@ -174,7 +174,7 @@ def _fp8_pieces_kernel(
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; if IS_CODED [2, num_tokens, N // 2] e4m3
     y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -237,10 +237,8 @@ def _fp8_pieces_kernel(
     acc = tl.trans(_scaled(acc, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS))
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = is_token[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         if IS_CODED:
@@ -348,7 +346,7 @@ def _launch(
     partials = x_scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x_scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x_scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
     use_pdl = pdl_supported(y.device)
     _fp8_pieces_kernel[(num_tiles, cut.split_k)](
         inputs,

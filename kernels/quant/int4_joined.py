@@ -101,7 +101,7 @@ def _int4_joined_kernel(
     scales_ptr,  # [N, NUM_GROUPS] as CODES says
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -162,10 +162,8 @@ def _int4_joined_kernel(
     tokens = tl.arange(0, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         store_rows(
@@ -228,7 +226,7 @@ def int4_joined_linear(
     partials = x.scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x.scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
     use_pdl = pdl_supported(y.device)
     _int4_joined_kernel[(num_tiles, cut.split_k)](
         x.codes,
