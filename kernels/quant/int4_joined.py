@@ -3,14 +3,14 @@
     y[t, n] = sum over groups j of s[n, j] * (sum over k in j of q[n, k] x[t, k] - z[n, j] x[t, k])
 
 and silu(gate) * up of two such products; x in pieces that lie side by side as in
-`kernels.quant.fp8_joined`. Read as e4m3, the bytes 0 to 15 are 0 to 15 times 2^-9: the subnormal
+`kernels.quant.fp8_few`. Read as e4m3, the bytes 0 to 15 are 0 to 15 times 2^-9: the subnormal
 numbers, and the first ones above them, which have the same last place. So a byte of two numbers
 takes a shift and two masks to become two operands of Hopper's FP8 units. Zero points take products
 of their own, of a constant operand; sums of 128 columns are added in fp32. Torch twin:
 `engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
 Bytes are in runs of 128 columns (`kernels.quant.int4`), one a step, which share a scale. The rest
-is as in `kernels.quant.fp8_joined`.
+is as in `kernels.quant.fp8_few`.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ from kernels.linear.small import add_parts, load_tokens, prefetch_rows, store_ro
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens
 from kernels.quant.decode import knows_e4m3, nibbles_e4m3, uses_ptx
-from kernels.quant.fp8_joined import add_joined, joined_rows
+from kernels.quant.fp8_few import add_joined, joined_rows
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale
 
-MAX_TOKENS = 64
+MAX_TOKENS = 16  # of more it is slower than `kernels.quant.int4_linear`
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _HALF = 64  # bytes of a run
 _RUN = 2 * _HALF
