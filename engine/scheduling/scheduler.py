@@ -34,7 +34,7 @@ from engine.scheduling.budget import StepBudget
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
 from engine.scheduling.counters import SchedulerCounters
-from engine.scheduling.drafting import NO_DRAFTS, DraftCounts, Drafting, PlannedDrafts, StepRoom
+from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts, StepRoom
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
@@ -261,11 +261,6 @@ class Scheduler:
     def is_queue_full(self) -> bool:
         """Whether `add` raises CapacityError."""
         return len(self._waiting) >= self._config.max_waiting
-
-    @property
-    def draft_counts(self) -> DraftCounts:
-        """What became of drafts since the start."""
-        return self.drafting.counts
 
     @property
     def is_held_for_drafts(self) -> bool:

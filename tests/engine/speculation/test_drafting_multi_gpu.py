@@ -114,7 +114,7 @@ def _assert_drafts_change_no_answer(
         with _shared(ranks, settings | drafts | {"execution__cuda_graphs": graphs}) as engine:
             proposals.append(record_proposals(engine))
             assert _tokens(engine) == expected
-            assert engine.core.scheduler.draft_counts.num_drafted > 200
+            assert engine.core.scheduler.drafting.counts.num_drafted > 200
     assert_same_drafts(*proposals)
 
 
@@ -137,5 +137,5 @@ def test_drafts_that_no_host_reads_are_right_on_both_gpus(
         assert engine.draft_model is not None
         assert engine.draft_model.can_propose_ahead
         assert _tokens(engine) == expected
-        counts = engine.core.scheduler.draft_counts
+        counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 200
