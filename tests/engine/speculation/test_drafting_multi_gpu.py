@@ -97,7 +97,7 @@ def test_a_head_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
     target, head = tmp_path / "target", tmp_path / "head"
     save_model(target, "Qwen3ForCausalLM", seed=7, **{**GROUPED, "num_hidden_layers": 4})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
-    sizes = {"hidden_size": 512, "intermediate_size": 208, "draft_vocab_size": 91}
+    sizes = {"hidden_size": 512, "intermediate_size": 224, "draft_vocab_size": 91}
     save_head(head, seed=8, **sizes, **heads)
     drafts = {**DRAFTS, "speculation__drafter": "eagle3", "speculation__model_path": str(head)}
     _assert_drafts_change_no_answer(ranks, {**BASE, "model__path": str(target)}, drafts)
