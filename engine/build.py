@@ -36,7 +36,7 @@ from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
 from engine.model_folder import read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -134,6 +134,7 @@ class Engine:
             num_preemptions_for_others=counts.num_preemptions_for_others,
             speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
+            two_batches=self._overlap_load(),
         )
 
     def expert_totals(self) -> ExpertTotals | None:
@@ -142,6 +143,11 @@ class Engine:
         if loads is None or loads.newest is None:
             return None
         return ExpertTotals(**dataclasses.asdict(loads.newest))
+
+    def _overlap_load(self) -> OverlapLoad | None:
+        if not self.executor.may_split:
+            return None
+        return OverlapLoad(**dataclasses.asdict(self.executor.two_batches.statistics()))
 
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
@@ -323,8 +329,7 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
-    if executor.expert_loads is not None:
-        executor.expert_loads.reset()
+    _forget_counts(executor)
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
@@ -337,6 +342,14 @@ def _build_measured(
         sizes=sizes,
         head=head,
     )
+
+
+def _forget_counts(executor: Executor) -> None:
+    """Count steps from here on: those so far nobody asked for."""
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
+    if executor.may_split:
+        executor.two_batches.reset()
 
 
 def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
