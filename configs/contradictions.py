@@ -199,12 +199,6 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
             " workers.*tensor_parallel_size above 1, or this to false"
         )
-    if size > 1 and config.cache.host_gib > 0:
-        return (
-            f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
-            " supported yet, because each rank holds other heads of a block; set cache.host_gib to"
-            " 0, or every workers.*tensor_parallel_size to 1"
-        )
     if size > 2 and config.model.deterministic:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
@@ -252,6 +246,11 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
     if workers.expert_exchange_min_tokens is not None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
+        )
+    if config.cache.host_gib > 0:
+        return (
+            f"cache.host_gib: {config.cache.host_gib:g} with {key} is not supported yet, because"
+            " each rank has blocks of its own; set cache.host_gib to 0, or the other to false"
         )
     if config.speculation.drafter not in ("none", "ngram"):
         return (

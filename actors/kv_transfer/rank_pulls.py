@@ -27,7 +27,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, check_host, probe_reading
@@ -47,6 +46,7 @@ from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError, WorkerError
 from engine.kv.device_offer import map_tensor
+from engine.kv.digests import add_terms
 from engine.kv.layout import KvPart
 from engine.messages import ChannelKind, PairRequest
 from engine.ranks.asides import Asides, NoAsides
@@ -279,21 +279,6 @@ class PullsByRanks:
 
     def _ask(self, work: Order) -> list[bytes]:
         return self._asides.ask(msgspec.msgpack.encode(work), self._own.do)
-
-
-def add_terms(parts: Sequence[KvPart], terms: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Digests of whole blocks, of one term a rank.
-
-    Off by the number of ranks that have other bytes than the first one with their heads.
-    """
-    first: dict[int, NDArray[np.int64]] = {}
-    others = np.zeros_like(terms[0])
-    for part, found in zip(parts, terms, strict=True):
-        others += found != first.setdefault(part.first_head, found)
-    for found in first.values():
-        others += found
-    total: list[int] = others.tolist()
-    return total
 
 
 def _overlap(one: KvPart, other: KvPart) -> bool:

@@ -119,8 +119,8 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
         ),
         (
-            "cache: {host_gib: 1}\nworkers: {tensor_parallel_size: 2}",
-            ["cache.host_gib: 1", "not supported yet", "tensor_parallel_size to 1"],
+            f"cache: {{host_gib: 1}}\nworkers: {{{DP}}}",
+            ["cache.host_gib: 1", "enable_dp_attention is not supported yet", "host_gib to 0"],
         ),
         (
             "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
