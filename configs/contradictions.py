@@ -199,12 +199,6 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
             " workers.*tensor_parallel_size above 1, or this to false"
         )
-    if size > 2 and config.model.deterministic:
-        return (
-            f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
-            " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
-            " to false"
-        )
     if size > 1 and config.model.device == "cuda" and workers.num_gpus != 1:
         return (
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"

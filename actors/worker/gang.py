@@ -179,14 +179,15 @@ class Gang:
 
         self._wait_connected(ring)
         self._reports.start()
-        device = torch.device(self._spec.config.model.device)
+        model = self._spec.config.model
         return join_ranks(
             Rank(0, self._size),
             board,
             self._incarnation,
-            device,
+            torch.device(model.device),
             start_s=START_S,
             timeout_s=stall_s,
+            in_rank_order=model.deterministic,
         )
 
     def _wait_connected(self, ring: PlanRing) -> None:
