@@ -25,6 +25,7 @@ APART: dict[str, object] = {
     "workers.unified": 0,
     "workers.prefill": 1,
     "workers.decode": 1,
+    "scheduler.max_num_seqs": 8,
     "scheduler.max_num_batched_tokens": 32,  # a prompt takes several steps, and its KV pieces
     "handoff.piece_bytes": 1,
 }
