@@ -232,10 +232,10 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
     workers, laps, key = config.workers, config.laps, "workers.enable_dp_attention"
     if not workers.expert_parallel:
         return f"{key}: ranks share whole experts; set expert_parallel to true, or this to false"
-    if workers.prefill > 0:
+    if config.handoff.pull_by_ranks:
         return (
-            f"{key}: with prefill and decode workers it is not supported yet, because KV moves"
-            " between workers, not ranks; set workers.unified instead, or this to false"
+            f"{key}: with handoff.pull_by_ranks it is not supported, because a request's KV is on"
+            " one rank, not in heads of all; set one of the two to false"
         )
     if workers.expert_exchange_min_tokens is not None:
         return (

@@ -30,7 +30,7 @@ from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
-from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
+from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
 from engine.model_folder import read_folder
@@ -82,7 +82,7 @@ class Engine:
     executor: Executor
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
-    outgoing: OutgoingHandoffs
+    outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
     below_device: BelowDevice  # the host tier, or this rank's part of it
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
@@ -104,6 +104,23 @@ class Engine:
         """As of `shared_cache`."""
         assert isinstance(self.core.scheduler, Scheduler), "each rank has a scheduler of its own"
         return self.core.scheduler
+
+    @property
+    def joining_ranks(self) -> list[JoiningRank]:
+        """Where requests may join whose KV comes: with DP attention one for each rank."""
+        scheduler, cache = self.core.scheduler, self.cache
+        if isinstance(scheduler, DpScheduler) and isinstance(cache, RankCaches):
+            pairs = zip(cache.of_rank, scheduler.of_rank, strict=True)
+            return [
+                JoiningRank(cache=own, scheduler=of_rank, first_block=cache.first_block(rank))
+                for rank, (own, of_rank) in enumerate(pairs)
+            ]
+        return [JoiningRank(cache=self.shared_cache, scheduler=self.shared_scheduler)]
+
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether each of several ranks has blocks of its own."""
+        return isinstance(self.cache, RankCaches)
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -236,16 +253,16 @@ def build_engine(
         drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
         moves = comm.rank.size > 1 and role != "unified"
         executor = measured.executor
-        stores = share_stores(comm, executor.kv_store, whole) if moves else ()
+        own = spec.has_dp_attention
+        stores = share_stores(comm, executor.kv_store, whole, has_own_blocks=own) if moves else ()
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, executor.kv_store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    cache = _build_caches(config, spec, executor.kv_store.num_blocks, below.tier)
+    num_own = comm.rank.size if own else 1
+    cache = _build_caches(config, num_own, executor.kv_store.num_blocks, below.tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
-    # With DP attention nothing is handed over: the first rank's stands for none.
-    first = cache if isinstance(cache, BlockCache) else cache.of_rank[0]
-    outgoing = OutgoingHandoffs(first, notify)
+    outgoing = _build_outgoing(cache, notify)
     parts = max_model_len, cache, hasher, outgoing, below.tier, drafting
     return Engine(
         spec=spec,
@@ -365,12 +382,11 @@ def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> D
 
 
 def _build_caches(
-    config: AppConfig, spec: ModelSpec, num_blocks: int, host_tier: HostTier | None
+    config: AppConfig, num_ranks: int, num_blocks: int, host_tier: HostTier | None
 ) -> BlockCache | RankCaches:
-    """num_blocks: of one rank."""
-    if not spec.has_dp_attention:
+    """num_ranks: that have blocks of their own, each `num_blocks`."""
+    if num_ranks == 1:
         return _build_cache(config, num_blocks, host_tier)
-    num_ranks = config.workers.tensor_parallel_size
     return RankCaches([_build_cache(config, num_blocks, None) for _ in range(num_ranks)])
 
 
@@ -381,6 +397,18 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
         protected_share=config.cache.protected_share,
         on_evict=None if host_tier is None else host_tier.save,
     )
+
+
+def _build_outgoing(
+    cache: BlockCache | RankCaches, notify: Callable[[OutgoingEvent], None]
+) -> OutgoingHandoffs | OutgoingOfRanks:
+    if isinstance(cache, BlockCache):
+        return OutgoingHandoffs(cache, notify)
+    of_rank = [
+        OutgoingHandoffs(own, notify, first_block=cache.first_block(rank))
+        for rank, own in enumerate(cache.of_rank)
+    ]
+    return OutgoingOfRanks(of_rank)
 
 
 def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
@@ -403,13 +431,13 @@ def _build_scheduler(
     max_model_len: int,
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
-    outgoing: OutgoingHandoffs,
+    outgoing: OutgoingHandoffs | OutgoingOfRanks,
     host_tier: HostTier | None,
     drafting: Drafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache) -> Scheduler:
+    def over(own: BlockCache, outgoing: OutgoingHandoffs) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -423,9 +451,12 @@ def _build_scheduler(
             host_tier=host_tier,
         )
 
-    if isinstance(cache, BlockCache):
-        return over(cache)
-    return DpScheduler([over(own) for own in cache.of_rank], cache, hasher, block_size)
+    if isinstance(outgoing, OutgoingHandoffs):
+        assert isinstance(cache, BlockCache), "both are of one rank"
+        return over(cache, outgoing)
+    assert isinstance(cache, RankCaches), "both are of several"
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank))
+    return DpScheduler(schedulers, cache, hasher, block_size)
 
 
 def _build_core(

@@ -14,6 +14,7 @@ _RECORDS = (
     "engine.plan",
     "engine.cost_model",
     "engine.length_class",
+    "engine.rank_choice",
 )
 _WORDS = (*_RECORDS, "engine.messages")
 
@@ -33,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.plan": ("engine.request",),
     "engine.cost_model": (),
     "engine.length_class": (),
+    "engine.rank_choice": (),
     "engine.messages": (*_RECORDS, "engine.kv.layout", "engine.kv.hashes"),
     # -- engine: text
     "engine.text": (*_WORDS, "engine.file_checks"),
@@ -258,6 +260,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "actors.kv_transfer.channels",
         "actors.kv_transfer.device_copies",
         "actors.kv_transfer.kv_pieces",
+        "actors.kv_transfer.own_blocks",
         "actors.kv_transfer.rank_links",
         "actors.kv_transfer.rank_pieces",
         "actors.kv_transfer.rank_pulls",

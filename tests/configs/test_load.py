@@ -152,8 +152,9 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "every step", "leave out expert_exchange_min_tokens"],
         ),
         (
-            f"workers: {{{DP}, unified: 0, prefill: 1, decode: 1}}",
-            ["workers.enable_dp_attention", "not supported yet", "workers.unified"],
+            f"workers: {{{DP}, unified: 0, prefill: 1, decode: 1}}\n"
+            "handoff: {pull_by_ranks: true}",
+            ["workers.enable_dp_attention", "pull_by_ranks", "one of the two"],
         ),
         (
             f"workers: {{{DP}}}\nspeculation: {{drafter: mtp}}",
