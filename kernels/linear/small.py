@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.pdl import pdl_supported
+from kernels.pdl import pdl_supported, prefetch
 
 MAX_SMALL_TOKENS = 64
 # Only weights of fewer than 2^15 rows are split, into tiles of 16 rows or more.
@@ -236,15 +236,7 @@ def prefetch_rows(
     """
     lines = k_start + tl.arange(0, PREFETCH_K // LINE) * LINE
     columns = tl.minimum(lines, K - 1)
-    addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight_ptr + rows[:, None] * K + columns[None, :])
 
 
 @triton.jit
