@@ -299,12 +299,11 @@ class WorkersConfig(_Section, frozen=True):
     # still for so long.
     stall_s: Seconds = 60.0
 
-    @property
-    def expert_sharing(
-        self,
+    def expert_sharing_of(
+        self, num_ranks: int
     ) -> Literal["units", "experts", "exchanged", "gathered", "dp_attention"]:
-        """What of the experts a rank holds; see `ExpertSharing`."""
-        if self.enable_dp_attention:
+        """What of the experts a rank of so many holds; see `ExpertSharing`."""
+        if self.enable_dp_attention and num_ranks > 1:
             return "dp_attention"
         if not self.expert_parallel:
             return "units"

@@ -39,6 +39,7 @@ from engine.kv.transfer import (
     HandoffStarted,
     OutgoingEvent,
     OutgoingHandoffs,
+    OutgoingOfRanks,
 )
 from engine.messages import (
     CancelTransfer,
@@ -155,7 +156,7 @@ class HandoffSender:
         config: HandoffConfig,
         *,
         engine: EngineCalls,
-        outgoing: OutgoingHandoffs,
+        outgoing: OutgoingHandoffs | OutgoingOfRanks,
         links: PeerLinks,
         store: PieceStore,
         clock: Clock,

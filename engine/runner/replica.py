@@ -373,7 +373,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                sharing=self._config.workers.expert_sharing,
+                sharing=self._config.workers.expert_sharing_of(self._comm.rank.size),
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
