@@ -43,6 +43,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
     model = config.model
     if model.device == "cpu" and model.deterministic:
         return "model.deterministic: needs model.device cuda; set one of the two"
+    if model.deterministic and config.execution.round_expert_inputs_from is not None:
+        return (
+            "execution.round_expert_inputs_from: with model.deterministic no inputs are rounded;"
+            " leave out one of the two"
+        )
     if model.device == "cpu" and config.execution.cuda_graphs:
         return "execution.cuda_graphs: needs model.device cuda; set one of the two"
     if model.device == "cpu" and model.dtype == "float16":

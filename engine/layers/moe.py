@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.operations import Flow, Lane, Op, wait
@@ -90,6 +91,13 @@ class Experts(Protocol):
         """
         ...
 
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """Round the inputs of steps of so many tokens or more to FP8; None = never.
+
+        Before steps are captured. Raises ConfigError if no kernel rounds them.
+        """
+        ...
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
         ...
@@ -115,6 +123,9 @@ class HeldExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: a token may have none of these experts."""
         return None
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        self._experts.round_inputs(from_tokens)
 
     @property
     def own(self) -> tuple[Experts, int]:
@@ -170,6 +181,10 @@ class Mixture:
     @property
     def token_sizes(self) -> tuple[int, ...]:
         return self._experts.token_sizes
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """See `Experts`; not the inputs of the shared expert, which is as dense layers are."""
+        self._experts.round_inputs(from_tokens)
 
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; slots: as of the router; returns [T, hidden]."""
@@ -402,6 +417,13 @@ class TorchExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: torch has a product for each."""
         return None
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """See `Experts`."""
+        if from_tokens is not None:
+            raise ConfigError(
+                "execution.round_expert_inputs_from: inputs are rounded on a GPU only; leave it out"
+            )
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.moe.align import Blocks
 from kernels.pdl import pdl_supported
 from kernels.quant import coded_tokens
 from kernels.quant.coded_tokens import InputForm
@@ -45,7 +46,8 @@ class RoundedLines:
 @triton.jit(do_not_specialize=["num_lines"])
 def _rounded_lines_kernel(
     x_ptr,  # [num_lines, K]
-    routes_ptr,  # int32 [num_lines] if HAS_ROUTES
+    routes_ptr,  # int32 [num_lines] if BLOCK_M
+    experts_ptr,  # int32 [num_lines / BLOCK_M] if BLOCK_M
     # outputs
     codes_ptr,  # [num_lines, K] e4m3
     scales_ptr,  # [num_lines] fp32
@@ -55,7 +57,7 @@ def _rounded_lines_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,  # of a line, a power of two
-    HAS_ROUTES: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # lines of a block of routes; 0 = each line is rounded
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -63,9 +65,11 @@ def _rounded_lines_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_ROUTES:
+    if BLOCK_M > 0:
+        # Routes of a block without expert are anything.
+        expert = tl.load(experts_ptr + line // BLOCK_M)
         route = tl.load(routes_ptr + line)
-        if route < 0:
+        if (expert < 0) | (route < 0):
             return
     groups = tl.arange(0, BLOCK_GROUPS)
     columns = tl.arange(0, BLOCK_GROUPS * GROUP)[None, :]
@@ -77,15 +81,15 @@ def _rounded_lines_kernel(
     tl.store(sums_ptr + groups * num_lines + line, sums * _PLACE, mask=groups < K // GROUP)
 
 
-def round_lines(x: Tensor, group: int, routes: Tensor | None = None) -> RoundedLines:
+def round_lines(x: Tensor, group: int, blocks: Blocks | None = None) -> RoundedLines:
     """x: [L, K] with rows that adjoin; group: columns of a sum, a power of two that divides K.
 
-    routes: int32 [L]; of lines with -1 the result may be anything. None = all are rounded.
+    blocks: whose lines x has; of those without a route the result is anything. None = all have one.
     """
     num_lines, num_columns = x.shape
     assert x.is_contiguous(), f"x has strides {x.stride()}"
     assert num_columns % group == 0, f"groups of {group} in {num_columns} columns"
-    assert routes is None or routes.numel() == num_lines, f"{num_lines} lines"
+    assert blocks is None or blocks.routes.numel() == num_lines, f"{num_lines} lines"
     num_groups = num_columns // group
     block_groups = triton.next_power_of_2(num_groups)
     lines = RoundedLines(
@@ -100,7 +104,8 @@ def round_lines(x: Tensor, group: int, routes: Tensor | None = None) -> RoundedL
     num_warps = max(4, min(_MAX_WARPS, block_groups * group // _COLUMNS_A_WARP))
     _rounded_lines_kernel[(num_lines,)](
         x,
-        routes,
+        None if blocks is None else blocks.routes,
+        None if blocks is None else blocks.experts,
         lines.codes,
         lines.scales,
         lines.sums,
@@ -108,7 +113,7 @@ def round_lines(x: Tensor, group: int, routes: Tensor | None = None) -> RoundedL
         K=num_columns,
         GROUP=group,
         BLOCK_GROUPS=block_groups,
-        HAS_ROUTES=routes is not None,
+        BLOCK_M=0 if blocks is None else blocks.routes.shape[1],
         KNOWS_E4M3=knows_e4m3(x.device),
         USE_PDL=use_pdl,
         num_warps=num_warps,

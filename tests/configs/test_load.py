@@ -88,6 +88,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
         ("model: {deterministic: true}", ["model.deterministic", "cuda"]),
+        (
+            "model: {deterministic: true, device: cuda}\nexecution: {round_expert_inputs_from: 65}",
+            ["execution.round_expert_inputs_from", "model.deterministic", "one of the two"],
+        ),
         ("execution: {cuda_graphs: true}", ["execution.cuda_graphs", "cuda"]),
         ("model: {attention: {decode: magic}}", ["model.attention.decode", "triton", "flashinfer"]),
         ("cache: {num_blocks: true}", ["cache.num_blocks", "`bool`"]),

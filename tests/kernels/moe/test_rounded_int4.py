@@ -92,7 +92,7 @@ def _check_products(
     allowed = torch.bfloat16 if device.type == "cuda" else dtype
     assert_near(ours[is_line], by_line[is_line], allowed)
     inner_lines = by_block(exact.to(dtype), blocks)
-    lines = round_lines(inner_lines, sum_columns(down), blocks.routes)
+    lines = round_lines(inner_lines, sum_columns(down), blocks)
     outputs = rounded_int4_down(lines, down, routes, blocks, dtype, cut)
     places = torch.zeros(routes.ids.numel(), dtype=torch.long, device=device)
     places[blocks.routes.flatten()[is_line].long()] = is_line.nonzero().flatten()
@@ -112,8 +112,13 @@ def check_lines() -> None:
     x = random_tensor(5, 384, dtype=torch.float16, device="cpu", scale=3.0)
     x[1] = 0.0
     _compare_lines(round_lines(x, 128), lines_reference(x, 128), slice(None))
-    routes = torch.tensor([3, -1, 0, -1, 2], dtype=torch.int32)
-    _compare_lines(round_lines(x, 64, routes), lines_reference(x, 64), routes >= 0)
+    x = random_tensor(6, 384, dtype=torch.float16, device="cpu", scale=3.0)
+    blocks = Blocks(
+        routes=torch.tensor([[3, -1], [0, 1], [2, -1]], dtype=torch.int32),
+        experts=torch.tensor([0, -1, 2], dtype=torch.int32),
+    )
+    used = torch.tensor([0, 4])
+    _compare_lines(round_lines(x, 64, blocks), lines_reference(x, 64), used)
     x[2, 7] = torch.nan
     assert round_lines(x, 128).codes[2, 7].float().isnan()
 
@@ -156,7 +161,7 @@ def _outputs(x: Tensor, gate_up: CodedExperts, down: CodedExperts, routes: Route
     blocks = align(routes.ids, len(down.data), SMALL.block_m)
     lines = round_lines(x, sum_columns(gate_up))
     inner = rounded_int4_gate_up(lines, gate_up, routes, blocks, x.dtype, SMALL)
-    lines = round_lines(inner, sum_columns(down), blocks.routes)
+    lines = round_lines(inner, sum_columns(down), blocks)
     return rounded_int4_down(lines, down, routes, blocks, x.dtype, SMALL)
 
 
@@ -224,8 +229,10 @@ def test_products_multiply_e4m3_on_hopper_within_the_shared_memory(form: str) ->
 def test_lines_on_a_gpu() -> None:
     for num_lines, num_columns in ((33, 384), (5, 2048), (3, 14336)):
         x = random_tensor(num_lines, num_columns, dtype=torch.bfloat16, device="cuda")
-        routes = torch.arange(num_lines, dtype=torch.int32, device="cuda") % 3 - 1
-        _compare_lines(round_lines(x, 128, routes), lines_reference(x, 128), routes >= 0)
+        routes = torch.arange(num_lines, dtype=torch.int32, device="cuda").view(-1, 1) % 3 - 1
+        blocks = Blocks(routes=routes, experts=torch.zeros_like(routes[:, 0]))
+        used = routes[:, 0] >= 0
+        _compare_lines(round_lines(x, 128, blocks), lines_reference(x, 128), used)
 
 
 @pytest.mark.gpu
