@@ -296,7 +296,7 @@ class EngineHost:
         self._engine = engine
         try:
             self.connector = self._make_connector(self, engine)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - kept for the supervisor
             self._engine = None
             self._cannot_start(error)
             return
