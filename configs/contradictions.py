@@ -205,7 +205,7 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             " supported yet, because each rank holds other heads of a block; set cache.host_gib to"
             " 0, or every workers.*tensor_parallel_size to 1"
         )
-    if size > 2 and config.model.deterministic:
+    if size > 2 and config.model.deterministic and not workers.enable_dp_attention:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
             " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
@@ -253,17 +253,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
         )
-    if config.speculation.drafter not in ("none", "ngram"):
-        return (
-            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet,"
-            " because what drafts would need rows on every rank; set ngram or none, or this to"
-            " false"
-        )
-    if config.speculation.max_graph_tokens > 0:
-        return (
-            f"{key}: with speculation.max_graph_tokens it is not supported yet, because ranks have"
-            " other numbers of drafts; set it to 0, or this to false"
-        )
     if config.execution.enable_two_batch_overlap:
         return (
             f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
@@ -273,11 +262,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
             " other grids; leave the latter out, or set this to false"
-        )
-    if config.model.deterministic:
-        return (
-            f"{key}: with model.deterministic the order of sums would depend on the other ranks'"
-            " rows; set one of the two to false"
         )
     return None
 

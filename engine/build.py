@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.build_drafting import build_drafting, build_head
+from engine.build_drafting import RankDrafting, build_drafting, build_head
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -64,6 +64,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -89,6 +90,7 @@ class Engine:
     outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
     host_tier: HostTier | None  # None = what the cache evicts is lost
     core: EngineCore
+    draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
 
@@ -122,15 +124,9 @@ class Engine:
         return isinstance(self.cache, RankCaches)
 
     @property
-    def draft_model(self) -> DraftModel | None:
-        """The model or head that drafts; None = none does."""
-        drafter = self.core.scheduler.drafting.drafter
-        return drafter if isinstance(drafter, DraftModel) else None
-
-    @property
     def drafting_executor(self) -> DraftingExecutor | None:
-        """Of its passes."""
-        return None if self.draft_model is None else self.draft_model.executor
+        """Of `draft_passes`."""
+        return None if self.draft_passes is None else self.draft_passes.executor
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -243,7 +239,8 @@ def build_engine(
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
+        others = grammars, clock, comm
+        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
         moves = comm.rank.size > 1 and role != "unified"
         own, store = spec.has_dp_attention, measured.executor.kv_store
         stores = share_stores(comm, store, whole, has_own_blocks=own) if moves else ()
@@ -272,6 +269,7 @@ def build_engine(
         outgoing=outgoing,
         host_tier=host_tier,
         core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
     )
@@ -460,11 +458,11 @@ def _build_scheduler(
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs | OutgoingOfRanks,
     host_tier: HostTier | None,
-    drafting: Drafting,
+    drafting: RankDrafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache, outgoing: OutgoingHandoffs) -> Scheduler:
+    def over(own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -480,10 +478,10 @@ def _build_scheduler(
 
     if isinstance(outgoing, OutgoingHandoffs):
         assert isinstance(cache, BlockCache), "both are of one rank"
-        return over(cache, outgoing)
+        return over(cache, outgoing, drafting.of_rank[0])
     assert isinstance(cache, RankCaches), "both are of several"
-    schedulers = list(map(over, cache.of_rank, outgoing.of_rank))
-    return DpScheduler(schedulers, cache, hasher, block_size)
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank))
+    return DpScheduler(schedulers, cache, hasher, block_size, drafting.launch_queued)
 
 
 def _build_core(

@@ -301,8 +301,8 @@ class EngineHost:
             self._cannot_start(error)
             return
         engine.core.wrap_executor(self._ranks.lead)
-        if engine.draft_model is not None:
-            engine.draft_model.wrap_executor(self._ranks.lead_drafts)
+        if engine.draft_passes is not None:
+            engine.draft_passes.wrap_executor(self._ranks.lead_drafts)
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
         if engine.executor.expert_loads is not None:

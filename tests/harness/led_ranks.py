@@ -92,9 +92,9 @@ class LedRanks:
     def lead_engine(self, engine: Engine) -> None:
         """As `lead`, with what drafts there."""
         engine.core.wrap_executor(self.lead)
-        if engine.draft_model is not None:
+        if engine.draft_passes is not None:
             assert self._leading is not None, "it leads now"
-            engine.draft_model.wrap_executor(self._leading.lead_drafts)
+            engine.draft_passes.wrap_executor(self._leading.lead_drafts)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)

@@ -11,6 +11,7 @@ import torch
 
 from engine.build import Engine
 from engine.layers.context import Comm
+from engine.speculation.draft_model import DraftModel
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals, save_head
 from tests.engine.speculation.gpu_work import mixed_work
 from tests.engine.speculation.mtp_models import save_mtp_model
@@ -134,8 +135,8 @@ def test_drafts_that_no_host_reads_are_right_on_both_gpus(
     with _shared(ranks, settings) as plain:
         expected = _tokens(plain)
     with _shared(ranks, settings | drafts) as engine:
-        assert engine.draft_model is not None
-        assert engine.draft_model.can_propose_ahead
+        assert isinstance(engine.draft_passes, DraftModel)
+        assert engine.draft_passes.can_propose_ahead
         assert _tokens(engine) == expected
         counts = engine.core.scheduler.draft_counts
     assert counts.num_accepted == counts.num_drafted > 200
