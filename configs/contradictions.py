@@ -200,10 +200,15 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             " workers.*tensor_parallel_size above 1, or this to false"
         )
     if size > 1 and config.cache.host_gib > 0:
+        why = "each rank holds other heads of a block"
+        if workers.enable_dp_attention:
+            why = (
+                "rank 0 evicts the blocks of all, whose steps do not wait for copies that it makes"
+            )
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
-            " supported yet, because each rank holds other heads of a block; set cache.host_gib to"
-            " 0, or every workers.*tensor_parallel_size to 1"
+            f" supported, because {why}; set cache.host_gib to 0, or every"
+            " workers.*tensor_parallel_size to 1"
         )
     if size > 2 and config.model.deterministic and not workers.enable_dp_attention:
         return (

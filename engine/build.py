@@ -241,9 +241,7 @@ def build_engine(
         measured = _build_measured(*given, sends_blocks=role == "prefill")
         others = grammars, clock, comm
         drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
-        moves = comm.rank.size > 1 and role != "unified"
-        own, store = spec.has_dp_attention, measured.executor.kv_store
-        stores = share_stores(comm, store, whole, has_own_blocks=own) if moves else ()
+        stores = _share_stores(comm, role, spec, measured.executor.kv_store, whole)
     executor = measured.executor
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
@@ -273,6 +271,15 @@ def build_engine(
         compilations=compilations,
         calibration=measured.calibration,
     )
+
+
+def _share_stores(
+    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+) -> tuple[RankStore, ...]:
+    """Those of all ranks, on rank 0 of several that move blocks."""
+    if comm.rank.size == 1 or role == "unified":
+        return ()
+    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:

@@ -120,7 +120,11 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ),
         (
             "cache: {host_gib: 1}\nworkers: {tensor_parallel_size: 2}",
-            ["cache.host_gib: 1", "not supported yet", "tensor_parallel_size to 1"],
+            ["cache.host_gib: 1", "other heads", "tensor_parallel_size to 1"],
+        ),
+        (
+            f"cache: {{host_gib: 1}}\nworkers: {{{DP}}}",
+            ["cache.host_gib: 1", "rank 0 evicts", "tensor_parallel_size to 1"],
         ),
         (
             "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
