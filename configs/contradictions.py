@@ -200,16 +200,7 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             " workers.*tensor_parallel_size above 1, or this to false"
         )
     if size > 1 and config.cache.host_gib > 0:
-        why = "each rank holds other heads of a block"
-        if workers.enable_dp_attention:
-            why = (
-                "rank 0 evicts the blocks of all, whose steps do not wait for copies that it makes"
-            )
-        return (
-            f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
-            f" supported, because {why}; set cache.host_gib to 0, or every"
-            " workers.*tensor_parallel_size to 1"
-        )
+        return _host_tier_contradiction(config, size)
     if size > 2 and config.model.deterministic and not workers.enable_dp_attention:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
@@ -222,6 +213,17 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             " every rank needs a GPU of its own; set it to 1, which is per rank"
         )
     return None
+
+
+def _host_tier_contradiction(config: AppConfig, num_ranks: int) -> str:
+    why = "each rank holds other heads of a block"
+    if config.workers.enable_dp_attention:
+        why = "rank 0 evicts the blocks of all, whose steps do not wait for copies that it makes"
+    return (
+        f"cache.host_gib: {config.cache.host_gib:g} with workers of {num_ranks} ranks is not"
+        f" supported, because {why}; set cache.host_gib to 0, or every"
+        " workers.*tensor_parallel_size to 1"
+    )
 
 
 def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
