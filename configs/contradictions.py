@@ -43,6 +43,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
     model = config.model
     if model.device == "cpu" and model.deterministic:
         return "model.deterministic: needs model.device cuda; set one of the two"
+    if model.deterministic and config.execution.round_expert_inputs_from is not None:
+        return (
+            "execution.round_expert_inputs_from: with model.deterministic no inputs are rounded;"
+            " leave out one of the two"
+        )
     if model.device == "cpu" and config.execution.cuda_graphs:
         return "execution.cuda_graphs: needs model.device cuda; set one of the two"
     if model.device == "cpu" and model.dtype == "float16":
@@ -199,31 +204,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
             " workers.*tensor_parallel_size above 1, or this to false"
         )
-    if size > 1 and config.cache.host_gib > 0:
-        return _host_tier_contradiction(config, size)
-    if size > 2 and config.model.deterministic and not workers.enable_dp_attention:
-        return (
-            f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
-            " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
-            " to false"
-        )
     if size > 1 and config.model.device == "cuda" and workers.num_gpus != 1:
         return (
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
             " every rank needs a GPU of its own; set it to 1, which is per rank"
         )
     return None
-
-
-def _host_tier_contradiction(config: AppConfig, num_ranks: int) -> str:
-    why = "each rank holds other heads of a block"
-    if config.workers.enable_dp_attention:
-        why = "rank 0 evicts the blocks of all, whose steps do not wait for copies that it makes"
-    return (
-        f"cache.host_gib: {config.cache.host_gib:g} with workers of {num_ranks} ranks is not"
-        f" supported, because {why}; set cache.host_gib to 0, or every"
-        " workers.*tensor_parallel_size to 1"
-    )
 
 
 def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
@@ -259,6 +245,11 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
     if workers.expert_exchange_min_tokens is not None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
+        )
+    if config.cache.host_gib > 0:
+        return (
+            f"cache.host_gib: {config.cache.host_gib:g} with {key} is not supported yet, because"
+            " each rank has blocks of its own; set cache.host_gib to 0, or the other to false"
         )
     if config.execution.enable_two_batch_overlap:
         return (

@@ -6,7 +6,6 @@ others launch rank 0's plans, in its order, on their executors and use nothing e
 """
 
 import dataclasses
-import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.build_drafting import RankDrafting, build_drafting, build_head
+from engine.build_host_tier import BelowDevice, build_below_device
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -25,18 +25,14 @@ from engine.core import DraftingExecutor, EngineCore, StepScheduler
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
-from engine.kv.host.arena import HostArena
-from engine.kv.host.disk import DiskFiles
-from engine.kv.host.disk_tier import DiskStatistics, DiskTier
-from engine.kv.host.movers import build_mover
-from engine.kv.host.shared_file import name_for
+from engine.kv.host.disk_tier import DiskStatistics
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
 from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
 from engine.model_folder import read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -88,11 +84,16 @@ class Engine:
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
     outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
-    host_tier: HostTier | None  # None = what the cache evicts is lost
+    below_device: BelowDevice  # the host tier, or this rank's part of it
     core: EngineCore
     draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """None = what the cache evicts is lost, or rank 0 has it."""
+        return self.below_device.tier
 
     @property
     def shared_cache(self) -> BlockCache:
@@ -147,6 +148,7 @@ class Engine:
             num_preemptions_for_others=counts.num_preemptions_for_others,
             speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
+            two_batches=self._overlap_load(),
         )
 
     def expert_totals(self) -> ExpertTotals | None:
@@ -155,6 +157,11 @@ class Engine:
         if loads is None or loads.newest is None:
             return None
         return ExpertTotals(**dataclasses.asdict(loads.newest))
+
+    def _overlap_load(self) -> OverlapLoad | None:
+        if not self.executor.may_split:
+            return None
+        return OverlapLoad(**dataclasses.asdict(self.executor.two_batches.statistics()))
 
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
@@ -241,17 +248,17 @@ def build_engine(
         measured = _build_measured(*given, sends_blocks=role == "prefill")
         others = grammars, clock, comm
         drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
-        stores = _share_stores(comm, role, spec, measured.executor.kv_store, whole)
-    executor = measured.executor
+        executor = measured.executor
+        stores = _share_stores(comm, role, spec, executor.kv_store, whole)
+        key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+        below = build_below_device(config, role, key, executor.kv_store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    host_tier = _build_host_tier(config, role, key, executor.kv_store)
     num_own = comm.rank.size if spec.has_dp_attention else 1
-    cache = _build_caches(config, num_own, executor.kv_store.num_blocks, host_tier)
+    cache = _build_caches(config, num_own, executor.kv_store.num_blocks, below.tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = _build_outgoing(cache, notify)
-    parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
+    parts = max_model_len, cache, hasher, outgoing, below.tier, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -265,7 +272,7 @@ def build_engine(
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
-        host_tier=host_tier,
+        below_device=below,
         core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
         draft_passes=drafting.passes,
         compilations=compilations,
@@ -345,8 +352,7 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
-    if executor.expert_loads is not None:
-        executor.expert_loads.reset()
+    _forget_counts(executor)
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
@@ -361,6 +367,14 @@ def _build_measured(
     )
 
 
+def _forget_counts(executor: Executor) -> None:
+    """Count steps from here on: those so far nobody asked for."""
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
+    if executor.may_split:
+        executor.two_batches.reset()
+
+
 def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
     if disk is None:
         return None
@@ -370,47 +384,6 @@ def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> D
         num_hit=loads.num_disk_hit_blocks,
         **asdict(disk),
     )
-
-
-def _build_host_tier(
-    config: AppConfig, role: Role, block_key: bytes, store: KvStore
-) -> HostTier | None:
-    """Raises ConfigError if there is no room for it, or it is another model's.
-
-    A decode worker has none: its reservations look for blocks on the device only.
-    """
-    if config.cache.host_gib == 0 or role == "decode":
-        return None
-    layout = store.layout
-    fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
-    arena = HostArena(
-        name_for(block_key),
-        num_bytes=int(config.cache.host_gib * 2**30),
-        block_bytes=layout.block_bytes,
-        fingerprint=fingerprint,
-    )
-    try:
-        mover = build_mover(store, arena.blocks)
-        disk = _build_disk_tier(config, block_key + fingerprint, arena)
-    except BaseException:
-        arena.close()  # else the file stays as long as this process, which lives on to say why
-        raise
-    logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
-    return HostTier(arena, mover, store.digests, disk)
-
-
-def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskTier | None:
-    """owner: of the blocks; others' are not found. Raises ConfigError."""
-    if config.cache.disk_path is None:
-        return None
-    files = DiskFiles(
-        Path(config.cache.disk_path),
-        num_bytes=int(config.cache.disk_gib * 2**30),
-        block_bytes=arena.block_bytes,
-        namespace=hashlib.blake2b(owner, digest_size=16, person=b"disk tier").digest(),
-    )
-    logger.info("%s holds %d KV blocks from earlier", files.folder, files.num_blocks)
-    return DiskTier(files, arena)
 
 
 def _build_caches(

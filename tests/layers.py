@@ -121,6 +121,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.ranks.rank",
         "kernels.comm",
     ),
+    "engine.ranks.block_parts": ("engine.kv", "engine.layers.context", "engine.ranks"),
     "engine.models": (
         "kernels",
         "engine.errors",
@@ -156,6 +157,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.runner.replica",
     ),
     "engine.build_drafting": ("configs.schema", "engine"),
+    "engine.build_host_tier": (
+        "configs.schema",
+        "engine.kv",
+        "engine.layers.context",
+        "engine.messages",
+        "engine.ranks",
+    ),
     "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
     "actors.lifecycle": (

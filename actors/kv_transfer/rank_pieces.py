@@ -213,12 +213,13 @@ class RankPieces:
     async def when_writable(self, work: Callable[[], T]) -> T:
         """Does `work` in a thread, when it may write to all blocks that have been granted.
 
-        Raises HandoffError if a rank does not end its steps in time.
+        On every rank, by streams that no `fence` holds back. Raises HandoffError if a rank does not
+        end its steps in time.
         """
         num_steps = self._num_steps_before_writes
 
         def wait_and_work() -> T:
-            self._wait_steps(num_steps)
+            self._wait_steps(num_steps, first_rank=0)
             return work()
 
         return await self._run(wait_and_work)
@@ -330,16 +331,20 @@ class RankPieces:
         total: list[int] = terms.sum(axis=0, dtype=np.int64).tolist()
         return total
 
-    def _wait_steps(self, num_steps: int) -> None:
+    def _wait_steps(self, num_steps: int, first_rank: int = 1) -> None:
+        """Until ranks from `first_rank` on have ended so many steps."""
         until_s = time.monotonic() + self._deadline_s
         for rank, one in enumerate(self.stores, start=self._first_rank):
-            while rank > 0 and one.num_ended_steps < num_steps:
+            while rank >= first_rank and (num_ended := self._num_ended(rank, one)) < num_steps:
                 if time.monotonic() > until_s:
                     raise HandoffError(
-                        f"rank {rank} has ended {one.num_ended_steps} steps, not {num_steps},"
+                        f"rank {rank} has ended {num_ended} steps, not {num_steps},"
                         f" within {self._deadline_s:g} s"
                     )
                 time.sleep(LOOK_EVERY_S)
+
+    def _num_ended(self, rank: int, one: RankStore) -> int:
+        return one.num_ended_steps if rank else self._steps.num_ended
 
     def _current_stream(self) -> AbstractContextManager[object]:
         """Context whose work on a GPU is beside the steps."""

@@ -88,6 +88,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
         ("model: {deterministic: true}", ["model.deterministic", "cuda"]),
+        (
+            "model: {deterministic: true, device: cuda}\nexecution: {round_expert_inputs_from: 65}",
+            ["execution.round_expert_inputs_from", "model.deterministic", "one of the two"],
+        ),
         ("execution: {cuda_graphs: true}", ["execution.cuda_graphs", "cuda"]),
         ("model: {attention: {decode: magic}}", ["model.attention.decode", "triton", "flashinfer"]),
         ("cache: {num_blocks: true}", ["cache.num_blocks", "`bool`"]),
@@ -119,16 +123,8 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
         ),
         (
-            "cache: {host_gib: 1}\nworkers: {tensor_parallel_size: 2}",
-            ["cache.host_gib: 1", "other heads", "tensor_parallel_size to 1"],
-        ),
-        (
             f"cache: {{host_gib: 1}}\nworkers: {{{DP}}}",
-            ["cache.host_gib: 1", "rank 0 evicts", "tensor_parallel_size to 1"],
-        ),
-        (
-            "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
-            ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
+            ["cache.host_gib: 1", "enable_dp_attention is not supported yet", "host_gib to 0"],
         ),
         (
             "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",

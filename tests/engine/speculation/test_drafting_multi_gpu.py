@@ -98,7 +98,7 @@ def test_a_head_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
     target, head = tmp_path / "target", tmp_path / "head"
     save_model(target, "Qwen3ForCausalLM", seed=7, **{**GROUPED, "num_hidden_layers": 4})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
-    sizes = {"hidden_size": 512, "intermediate_size": 208, "draft_vocab_size": 91}
+    sizes = {"hidden_size": 512, "intermediate_size": 224, "draft_vocab_size": 91}
     save_head(head, seed=8, **sizes, **heads)
     drafts = {**DRAFTS, "speculation__drafter": "eagle3", "speculation__model_path": str(head)}
     _assert_drafts_change_no_answer(ranks, {**BASE, "model__path": str(target)}, drafts)
@@ -115,7 +115,7 @@ def _assert_drafts_change_no_answer(
         with _shared(ranks, settings | drafts | {"execution__cuda_graphs": graphs}) as engine:
             proposals.append(record_proposals(engine))
             assert _tokens(engine) == expected
-            assert engine.core.scheduler.draft_counts.num_drafted > 200
+            assert engine.core.scheduler.drafting.counts.num_drafted > 200
     assert_same_drafts(*proposals)
 
 
@@ -138,5 +138,5 @@ def test_drafts_that_no_host_reads_are_right_on_both_gpus(
         assert isinstance(engine.draft_passes, DraftModel)
         assert engine.draft_passes.can_propose_ahead
         assert _tokens(engine) == expected
-        counts = engine.core.scheduler.draft_counts
+        counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 200

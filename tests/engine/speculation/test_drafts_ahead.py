@@ -150,7 +150,7 @@ def test_drafts_of_an_equal_model_are_all_right(
     with exact_arithmetic(), launched_plans() as plans:
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), plain)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     num_stopped = sum(2 for answer in plain if answer.finish == "stop")
     assert 100 < counts.num_drafted <= counts.num_accepted + 3 * num_stopped
     assert sum(len(plan.ahead) for executor, plan in plans if executor is engine.executor) > 20
@@ -183,7 +183,7 @@ def test_wrong_drafts_change_no_answer(
     engine = _start(folder, drafter, tmp_path, way=way, cache__num_blocks=30)
     with exact_arithmetic(), launched_plans() as plans:
         assert_same(run(engine, asked), plain)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
     assert any(plan.ahead for executor, plan in plans if executor is engine.executor)
@@ -219,7 +219,7 @@ def test_ngrams_that_the_device_looks_up_change_no_answer(folder: Path, way: str
         expected = run(start_exact(folder, speculation__drafter="none"), asked)
         for _ in range(2):
             assert_same(run(engine, asked), expected)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert 20 < counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
     assert sum(its[-1] < NEWEST for _, plan in plans for _, its in plan.drafts if its) > 20
@@ -234,7 +234,7 @@ def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) ->
     with exact_arithmetic(), launched_plans() as plans:
         run(engine, [([9, 4, 4, 4, 4], params)])
     steps = [plan for executor, plan in plans if executor is engine.executor and plan.rows]
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted >= 27
     assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
 
