@@ -117,8 +117,15 @@ def test_ranks_replay_graphs_of_prompts_together(
     assert counts.num_replayed >= 3
 
 
-@pytest.mark.parametrize("captures_prompts", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "captures_prompts"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_drafts_of_a_rank_change_no_token(
     overlap: bool, captures_prompts: bool, two: RankProcesses, folder: Path
 ) -> None:
