@@ -214,6 +214,7 @@ def _drafting_replica(
             expert_load_steps=0,
             dual_stream_token_threshold=0,
             enable_two_batch_overlap=False,
+            round_expert_inputs_from=None,
         ),
         speculation=SpeculationConfig(),
     )

@@ -40,6 +40,7 @@ from engine.kv.transfer import (
     HandoffStarted,
     OutgoingEvent,
     OutgoingHandoffs,
+    OutgoingOfRanks,
 )
 from engine.messages import (
     CancelTransfer,
@@ -95,7 +96,7 @@ class HandoffSender:
         config: HandoffConfig,
         *,
         engine: EngineCalls,
-        outgoing: OutgoingHandoffs,
+        outgoing: OutgoingHandoffs | OutgoingOfRanks,
         links: PeerLinks,
         store: PieceStore,
         clock: Clock,

@@ -444,6 +444,7 @@ class Follower:
         self._on_step_end = on_step_end
         self._begin_aside = begin_aside
         self._in_flight: deque[_Followed] = deque()
+        self._num_ended = 0  # steps, and passes of the model that drafts
 
     def run(self) -> None:
         """Launches what the leader launches, until it says stop.
@@ -461,6 +462,8 @@ class Follower:
                     self._compile_ahead(constraint)
                 case Aside() as aside:
                     assert self._begin_aside is not None, "the leader knows that none is asked for"
+                    while self._num_ended < aside.num_ended:
+                        self._finish_oldest()
                     self._begin_aside(aside)
                 case Launch(plan, is_compared):
                     self._launch(plan, message if is_compared else None)
@@ -509,6 +512,7 @@ class Follower:
         """Waits for the step launched first: its buffers are free again, its errors are raised."""
         followed = self._in_flight.popleft()
         result = followed.step.wait()
+        self._num_ended += 1
         if self._on_step_end is not None:
             self._on_step_end()
         if followed.message is not None:

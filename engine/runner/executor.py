@@ -88,9 +88,8 @@ class Executor:
 
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
         """
-        assert max_model_len <= model.rotary.max_tokens, (
-            f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
-        )
+        limit = model.rotary.max_tokens
+        assert max_model_len <= limit, f"{max_model_len} tokens for a model built for {limit}"
         self.model = model
         self.layout = layout
         self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
@@ -163,6 +162,11 @@ class Executor:
         """
         assert self.model.can_exchange, "the model's ranks have no whole experts"
         self._min_exchanged = min_tokens
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a step may be computed as two batches."""
+        return self._two_batches is not None
 
     @property
     def two_batches(self) -> TwoBatches:
@@ -495,8 +499,7 @@ class Executor:
 
         rows: with DP attention.
         """
-        split = self._two_batches.split(batch) if self._two_batches else None
-        if self._two_batches is not None and split is not None:
+        if self._two_batches and (split := self._two_batches.split(batch)):
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._table.flat),
@@ -512,8 +515,7 @@ class Executor:
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
-        split = self._two_batches.split(batch) if self._two_batches else None
-        if self._two_batches is not None and split is not None:
+        if self._two_batches and (split := self._two_batches.split(batch)):
             parts = self._two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
             contexts = self._part_contexts(parts, batch.num_tokens)

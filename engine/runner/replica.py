@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.kv.layout import ComputeDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.layers.moe import Mixture
 from engine.models.kv_scales import scales_of_rank
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
@@ -164,6 +165,7 @@ class Replica:
             config.speculation, sizes, attention, uses_graphs=self._uses_graphs
         )
         self._model = self._load_model() if model is None else model
+        self._round_expert_inputs()
         self._expert_loads = self._count_experts()
 
     @property
@@ -295,6 +297,16 @@ class Replica:
             )
         executor.compute_shared_beside(max_tokens)
 
+    def _round_expert_inputs(self) -> None:
+        from_tokens = self._config.execution.round_expert_inputs_from
+        if from_tokens is not None and self._spec.mixture is None:
+            raise ConfigError(
+                "execution.round_expert_inputs_from: the model has no experts; leave it out"
+            )
+        for layer in self._model.layers:
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.round_inputs(from_tokens)
+
     def _count_experts(self) -> ExpertLoads | None:
         read_every = self._config.execution.expert_load_steps
         if read_every == 0 or self._spec.mixture is None:
@@ -361,7 +373,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                sharing=self._config.workers.expert_sharing,
+                sharing=self._config.workers.expert_sharing_of(self._comm.rank.size),
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,

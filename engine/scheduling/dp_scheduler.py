@@ -14,7 +14,7 @@ Limits (rows, tokens of a step, the queue) are each rank's. Knows no tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from engine.cost_model import StepCosts, StepWork
 from engine.kv.rank_caches import RankCaches
 from engine.messages import ShortLoad
 from engine.plan import StepPlan, StepResult, empty_plan
+from engine.rank_choice import RankLoad, choose_rank
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, SchedulerStatistics, StepOutput
 from engine.scheduling.drafting import Drafting
@@ -31,40 +32,6 @@ from engine.scheduling.prompt_scheduling import QueuedWork
 from engine.scheduling.scheduler import Scheduler
 
 _NOT_PLANNED = -1  # the step of the empty plan of a rank whose scheduler has none
-_LEAD_SHARE = 4  # a rank may have a quarter more requests than the one with the fewest, and one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLoad:
-    """What a new request would find on one rank."""
-
-    num_requests: int  # that wait or run
-    is_queue_full: bool
-    num_tokens_before: int  # that are to be computed before it, and of itself without cached ones
-    has_room: bool  # for its blocks, now
-    num_available_blocks: int
-
-
-def choose_rank(loads: Sequence[RankLoad]) -> int:
-    """Where its prompt is computed first, among ranks that take it and have few requests.
-
-    A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
-    """
-    ranks = range(len(loads))
-    taking = [rank for rank in ranks if not loads[rank].is_queue_full] or ranks
-    fewest = min(loads[rank].num_requests for rank in taking)
-    limit = fewest + 1 + fewest // _LEAD_SHARE
-
-    def cost(rank: int) -> tuple[int, ...]:
-        load = loads[rank]
-        return (
-            int(not load.has_room),
-            load.num_tokens_before,
-            load.num_requests,
-            -load.num_available_blocks,
-        )
-
-    return min((rank for rank in taking if loads[rank].num_requests <= limit), key=cost)
 
 
 class DpScheduler:
@@ -77,7 +44,7 @@ class DpScheduler:
         hasher: BlockHasher,
         block_size: int,
     ) -> None:
-        """schedulers: one a rank, each over its cache in `caches`; none hands over.
+        """schedulers: one a rank, each over its cache in `caches`.
 
         All have the same `Drafting`, whose books are of requests: what one rank's accept tells of
         the others', too.
@@ -109,7 +76,7 @@ class DpScheduler:
         num_missing = -(-num_known // size) - num_hits
         return RankLoad(
             num_requests=counts.num_waiting + counts.num_running,
-            is_queue_full=scheduler.is_queue_full,
+            is_full=scheduler.is_queue_full,
             num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,
             has_room=num_missing + counts.num_running <= cache.num_available,
             num_available_blocks=cache.num_available,
@@ -137,7 +104,9 @@ class DpScheduler:
         return empty_plan(step, [plan or empty_plan(_NOT_PLANNED) for plan in plans])
 
     def index_joined(self) -> None:
-        """Nothing joins: no KV comes from other workers."""
+        """As of each `Scheduler`."""
+        for scheduler in self.of_rank:
+            scheduler.index_joined()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step of every rank that had a part in it."""

@@ -30,9 +30,10 @@ _MIN_GRACE_S = 1e-3  # threads hear of each other no sooner
 class TierLoad(Protocol):
     """Blocks on their way into the device. Read `is_over` before `num_landed`."""
 
-    num_landed: int
-    is_over: bool
-
+    @property
+    def num_landed(self) -> int: ...
+    @property
+    def is_over(self) -> bool: ...
     def cancel(self) -> None: ...
 
 

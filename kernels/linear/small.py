@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.pdl import pdl_supported
+from kernels.pdl import pdl_supported, prefetch
 
 MAX_SMALL_TOKENS = 64
 # Only weights of fewer than 2^15 rows are split, into tiles of 16 rows or more.
@@ -236,15 +236,7 @@ def prefetch_rows(
     """
     lines = k_start + tl.arange(0, PREFETCH_K // LINE) * LINE
     columns = tl.minimum(lines, K - 1)
-    addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight_ptr + rows[:, None] * K + columns[None, :])
 
 
 @triton.jit
@@ -279,24 +271,32 @@ def _load_weight(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
 
 @triton.jit
 def add_parts(
-    acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Publish this part; returns (whether it was the tile's last, sum of all parts in order)."""
-    part_stride = num_tokens.to(tl.int64) * N
-    tl.store(partials_ptr + part * part_stride + offsets, acc, mask=mask)
+    """Publish this part; returns (whether it was the tile's last, sum of all parts in order).
+
+    acc: [BLOCK_M, BLOCK_N]; partials: [tiles, SPLIT_K, num_tokens, BLOCK_N].
+    """
+    # In one line: of a tile with two sides a thread would read as many bytes one after the other as
+    # of its inputs, and so a warp parts of 32 lines of the cache at once.
+    places = tl.arange(0, BLOCK_M * BLOCK_N)
+    part_size = num_tokens * BLOCK_N
+    mask = places < part_size
+    first = partials_ptr + tile.to(tl.int64) * SPLIT_K * part_size
+    tl.store(first + part * part_size + places, tl.reshape(acc, (BLOCK_M * BLOCK_N,)), mask=mask)
     # Every thread must store its part before the count announces it.
     tl.debug_barrier()
     is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    total = tl.zeros_like(acc)
+    total = tl.zeros((BLOCK_M * BLOCK_N,), dtype=tl.float32)
     if is_last:
         for i in tl.static_range(SPLIT_K):
             # .cg: other multiprocessors wrote these parts to L2, and this L1 may be stale.
             total += tl.load(
-                partials_ptr + i * part_stride + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+                first + i * part_size + places, mask=mask, other=0.0, cache_modifier=".cg"
             )
         tl.store(counters_ptr + tile, 0)
-    return is_last, total
+    return is_last, tl.reshape(total, (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def _small_linear_kernel(
     weight_ptr,  # [N, K]
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -387,10 +387,8 @@ def _small_linear_kernel(
         acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = is_token[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         store_rows(
@@ -451,7 +449,9 @@ def _launch(
     partials = y
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.new_empty((cut.split_k, num_tokens, num_rows), dtype=torch.float32)
+        partials = x.new_empty(
+            (num_tiles, cut.split_k, num_tokens, cut.block_n), dtype=torch.float32
+        )
     use_pdl = pdl_supported(x.device)
     _small_linear_kernel[(num_tiles, cut.split_k)](
         x,

@@ -1,5 +1,7 @@
 """A worker of two ranks: it answers as one process does, and any rank's end is the end of both.
 
+Short prompts go before long ones, and with their chunks (LAPS).
+
 Every step is compared between the ranks (`debug`). What is expected of the shipped model comes from
 an engine of one rank in this process, or from the same application undisturbed.
 """
@@ -8,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,6 +45,10 @@ OVERRIDES: dict[str, object] = {
     "workers.num_cpus": 0.1,  # so that it has a placement group
     "workers.stall_s": STALL_S,
     "scheduler.overlap": True,  # plan n + 1 is sent while step n computes
+    "scheduler.max_num_batched_tokens": 64,
+    "laps.queue": "laps",
+    "laps.mix": "fill",
+    "laps.laps_length_threshold": 64,  # the longest prompt here goes in chunks, behind short ones
     "lifetimes.supervisor_silence_s": SILENCE_S,
     "debug": True,
 }
@@ -93,7 +100,9 @@ def test_a_gang_answers_as_an_engine_of_one_rank_does(gang: Application) -> None
     engine = start_engine(model__path=str(MODEL))
     ids = [list(range(11, 11 + 7 * number)) for number in (1, 5, 40)]
     expected = [one.tokens for one in answer(engine, [(prompt, params) for prompt in ids])]
-    found = [gang.complete(p, max_tokens=40, extra_body={"ignore_eos": True}) for p in ids]
+    with ThreadPoolExecutor(len(ids)) as together:
+        extra = {"ignore_eos": True}
+        found = list(together.map(lambda p: gang.complete(p, max_tokens=40, extra_body=extra), ids))
     assert found == expected
     sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "frequency_penalty": 0.5}
     held = Constraint(ConstraintKind.REGEX, REGEX)

@@ -239,7 +239,7 @@ def test_a_format_that_is_not_supported_is_named(
 @pytest.mark.parametrize(
     ("where", "change", "named"),
     [
-        ("input_activations", {"num_bits": 8, "type": "int"}, ["input_activations", "pack"]),
+        ("input_activations", {"num_bits": 8, "type": "int"}, ["input_activations", "float"]),
         ("weights", {"num_bits": 8}, ["num_bits", "8"]),
         ("weights", {"strategy": "tensor_group"}, ["strategy", "tensor_group"]),
         ("weights", {"strategy": "tensor", "symmetric": False}, ["symmetric", "tensor"]),
@@ -280,6 +280,19 @@ def test_groups_of_modules_are_read_if_they_are_of_one_scheme(
     else:
         with pytest.raises(ConfigError, match="several schemes"):
             load_spec(folder)
+
+
+def test_four_bits_may_be_published_for_inputs_rounded_to_fp8(tmp_path: Path) -> None:
+    """W4A8: the weights are those of inputs as they are."""
+    folder, stands_for = _folders(tmp_path, "ct-int4-32")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    edit_config(folder, quantization_config=config)
+    weight = _load(folder).layers[1].down
+    assert weight.scales is not None
+    assert weight.scales.quantizes_inputs
+    assert torch.equal(_matrix(weight), _load(stands_for).layers[1].down.data)
 
 
 def test_activations_that_are_not_float_are_refused(tmp_path: Path) -> None:

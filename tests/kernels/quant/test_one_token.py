@@ -85,8 +85,8 @@ def check_layers_interpreted() -> None:
     tiles = fp8_case((1, 128, 256), (128, 128), torch.float16, CPU)
     int4 = int4_case((1, 96, 128), 32, torch.float16, CPU)
     patch = pytest.MonkeyPatch()
-    patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
-    for name in ("fp8_linear", "fp8_pieces_linear", "int4_linear"):
+    patch.setattr(quantized_cuda, "supports_few", lambda *_: True)
+    for name in ("fp8_linear", "fp8_few_linear", "int4_linear"):
         patch.setattr(quantized_cuda, name, refuse)
     linear = QuantizedLinear(rows.weight)
     assert linear.form(1) is not None, "a norm may code it for pieces"
