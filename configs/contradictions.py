@@ -251,17 +251,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {config.cache.host_gib:g} with {key} is not supported yet, because"
             " each rank has blocks of its own; set cache.host_gib to 0, or the other to false"
         )
-    if config.speculation.drafter not in ("none", "ngram"):
-        return (
-            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet,"
-            " because what drafts would need rows on every rank; set ngram or none, or this to"
-            " false"
-        )
-    if config.speculation.max_graph_tokens > 0:
-        return (
-            f"{key}: with speculation.max_graph_tokens it is not supported yet, because ranks have"
-            " other numbers of drafts; set it to 0, or this to false"
-        )
     if config.execution.enable_two_batch_overlap:
         return (
             f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
@@ -271,11 +260,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
             " other grids; leave the latter out, or set this to false"
-        )
-    if config.model.deterministic:
-        return (
-            f"{key}: with model.deterministic the order of sums would depend on the other ranks'"
-            " rows; set one of the two to false"
         )
     return None
 

@@ -114,7 +114,7 @@ def _start(
         **{"speculation__max_drafts": 3, "speculation__adaptive": False, **overrides},
     )
     if way != "made true":
-        drafts = engine.draft_model
+        drafts = engine.draft_passes
         for executor in (engine.executor, *([drafts.executor] if drafts else [])):
             assert isinstance(executor, Executor)
             _move_inputs(executor, captures=way == "moved in graphs")
