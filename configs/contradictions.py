@@ -107,10 +107,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap:
+    exchanges = config.workers.expert_exchange_min_tokens is not None
+    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap and exchanges:
         return (
-            "execution.enable_two_batch_overlap: steps of two batches keep no states of inner"
-            " layers for speculation.drafter eagle3; set it to false, or another drafter"
+            "execution.enable_two_batch_overlap: with workers.expert_exchange_min_tokens steps of"
+            " two batches keep no states of inner layers for speculation.drafter eagle3; set it to"
+            " false, leave that out, or set another drafter"
         )
     if config.model.attention.mask is not None:
         return (

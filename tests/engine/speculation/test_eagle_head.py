@@ -165,7 +165,14 @@ def test_heads_that_do_not_fit(
     ("settings", "problem"),
     [
         (
-            {"workers.tensor_parallel_size": 2, "execution.enable_two_batch_overlap": True},
+            {
+                "workers.tensor_parallel_size": 2,
+                "workers.expert_parallel": True,
+                "workers.expert_exchange_min_tokens": 8,
+                "execution.enable_two_batch_overlap": True,
+                "execution.tbo_min_prompt_tokens": 8,
+                "execution.tbo_min_decode_rows": 8,
+            },
             "states of inner layers",
         ),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
