@@ -60,12 +60,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
         )
-    drafter = config.speculation.drafter
-    if cache.kv_dtype != "auto" and drafter in _READING_STATES:
-        return (
-            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter {drafter}, which keeps"
-            " hidden states in the model's dtype beside K and V; set it to auto, or another drafter"
-        )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:

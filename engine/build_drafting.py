@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from configs.schema import AppConfig, SpeculationConfig
 from engine.clock import Clock
@@ -67,14 +68,17 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(_planes(store, head, target, comm)))
+    given = head, target, model.dtype, comm
+    replica.keep_exports(lambda store: TokenFeatures(_planes(store, *given)))
     return head
 
 
-def _planes(store: KvStore, head: FeatureHead, target: ModelSpec, comm: Comm) -> FeaturePlanes:
-    """target: of the whole model; store: of this rank."""
+def _planes(
+    store: KvStore, head: FeatureHead, target: ModelSpec, dtype: torch.dtype, comm: Comm
+) -> FeaturePlanes:
+    """target: of the whole model, which computes in `dtype`; store: of this rank."""
     whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
-    return FeaturePlanes(store, head.width, part=part_of(comm.rank, whole), comm=comm)
+    return FeaturePlanes(store, head.width, dtype, part=part_of(comm.rank, whole), comm=comm)
 
 
 def build_drafting(
@@ -152,7 +156,8 @@ def _build_feature_drafter(
     holds: bool,
 ) -> FeatureDrafter:
     """An executor over the head, which reads and writes vectors in the target's store."""
-    planes = _planes(measured.executor.kv_store, head, spec, measured.executor.comm)
+    target = measured.executor
+    planes = _planes(target.kv_store, head, spec, target.model.dtype, target.comm)
     head.read_from(planes)
     path, block_size = str(drafter_folder(config)), config.cache.block_size
     given = config, path, head.spec, head.model
@@ -192,7 +197,8 @@ def _drafting_replica(
 ) -> Replica:
     """Like the target's, with as many blocks, for another model, which the same ranks share.
 
-    spec: of the whole model; model: the rank's part, None = load it.
+    spec: of the whole model; model: the rank's part, None = load it. A model that is given is a
+    head, whose K and V have no scales: they stay as they are computed.
     """
     target, comm = measured.executor, measured.executor.comm
     length = model.rotary.max_tokens if model is not None else None
@@ -208,7 +214,12 @@ def _drafting_replica(
     replaced = msgspec.structs.replace(
         config,
         model=own,
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        cache=msgspec.structs.replace(
+            config.cache,
+            num_blocks=num_blocks,
+            kv_scales=None,
+            kv_dtype=config.cache.kv_dtype if model is None else "auto",
+        ),
         execution=msgspec.structs.replace(
             config.execution,
             expert_load_steps=0,
