@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.build_drafting import build_drafting, build_head
+from engine.build_drafting import RankDrafting, build_drafting, build_head
 from engine.build_host_tier import BelowDevice, build_below_device
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
@@ -60,6 +60,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -85,6 +86,7 @@ class Engine:
     outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
     below_device: BelowDevice  # the host tier, or this rank's part of it
     core: EngineCore
+    draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
 
@@ -123,15 +125,9 @@ class Engine:
         return isinstance(self.cache, RankCaches)
 
     @property
-    def draft_model(self) -> DraftModel | None:
-        """The model or head that drafts; None = none does."""
-        drafter = self.core.scheduler.drafting.drafter
-        return drafter if isinstance(drafter, DraftModel) else None
-
-    @property
     def drafting_executor(self) -> DraftingExecutor | None:
-        """Of its passes."""
-        return None if self.draft_model is None else self.draft_model.executor
+        """Of `draft_passes`."""
+        return None if self.draft_passes is None else self.draft_passes.executor
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -250,16 +246,15 @@ def build_engine(
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
-        moves = comm.rank.size > 1 and role != "unified"
+        others = grammars, clock, comm
+        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
         executor = measured.executor
-        own = spec.has_dp_attention
-        stores = share_stores(comm, executor.kv_store, whole, has_own_blocks=own) if moves else ()
+        stores = _share_stores(comm, role, spec, executor.kv_store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, executor.kv_store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    num_own = comm.rank.size if own else 1
+    num_own = comm.rank.size if spec.has_dp_attention else 1
     cache = _build_caches(config, num_own, executor.kv_store.num_blocks, below.tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = _build_outgoing(cache, notify)
@@ -279,9 +274,19 @@ def build_engine(
         outgoing=outgoing,
         below_device=below,
         core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
     )
+
+
+def _share_stores(
+    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+) -> tuple[RankStore, ...]:
+    """Those of all ranks, on rank 0 of several that move blocks."""
+    if comm.rank.size == 1 or role == "unified":
+        return ()
+    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:
@@ -433,11 +438,11 @@ def _build_scheduler(
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs | OutgoingOfRanks,
     host_tier: HostTier | None,
-    drafting: Drafting,
+    drafting: RankDrafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache, outgoing: OutgoingHandoffs) -> Scheduler:
+    def over(own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -453,10 +458,10 @@ def _build_scheduler(
 
     if isinstance(outgoing, OutgoingHandoffs):
         assert isinstance(cache, BlockCache), "both are of one rank"
-        return over(cache, outgoing)
+        return over(cache, outgoing, drafting.of_rank[0])
     assert isinstance(cache, RankCaches), "both are of several"
-    schedulers = list(map(over, cache.of_rank, outgoing.of_rank))
-    return DpScheduler(schedulers, cache, hasher, block_size)
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank))
+    return DpScheduler(schedulers, cache, hasher, block_size, drafting.launch_queued)
 
 
 def _build_core(

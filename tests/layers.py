@@ -15,6 +15,7 @@ _RECORDS = (
     "engine.cost_model",
     "engine.length_class",
     "engine.rank_choice",
+    "engine.turns",
 )
 _WORDS = (*_RECORDS, "engine.messages")
 
@@ -35,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.cost_model": (),
     "engine.length_class": (),
     "engine.rank_choice": (),
+    "engine.turns": (),
     "engine.messages": (*_RECORDS, "engine.kv.layout", "engine.kv.hashes"),
     # -- engine: text
     "engine.text": (*_WORDS, "engine.file_checks"),
@@ -50,7 +52,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
-    "engine.speculation.draft_model": ("engine.core", "engine.plan", "engine.request"),
+    "engine.speculation.draft_model": (
+        "engine.core",
+        "engine.plan",
+        "engine.request",
+        "engine.turns",
+    ),
+    "engine.speculation.rank_passes": ("engine.core", "engine.plan"),
     "engine.speculation.feature_drafter": ("engine.speculation.draft_model",),
     "engine.scheduling": (
         *_WORDS,
@@ -79,6 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.request",
         "engine.speculation.controller",
         "engine.speculation.ngram",
+        "engine.turns",
     ),
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),

@@ -163,6 +163,14 @@ class Executor:
         assert self.model.can_exchange, "the model's ranks have no whole experts"
         self._min_exchanged = min_tokens
 
+    def sum_in_order(self) -> None:
+        """From now on ranks with rows of their own add up what experts give in the ranks' order.
+
+        So a row's bits do not depend on the others. Call it before graphs are captured.
+        """
+        if self._dp is not None:
+            self._dp.is_ordered = True
+
     @property
     def may_split(self) -> bool:
         """Whether a step may be computed as two batches."""
@@ -240,7 +248,6 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
-        assert self._dp is None or not verify, "no drafts in graphs, with DP attention"
         given = self._captured_steps(), recorder, report
         self._graphs.capture(
             *given, prompts=prompts, verify=verify, row_tokens=self._max_row_samples
@@ -395,7 +402,7 @@ class Executor:
             return self._replay(self._graphs.of_decodes(inputs.size), inputs)
         if shared is None:
             graphs, size = self._graphs.choose(plan)
-        elif not plan.is_decode:
+        elif not plan.is_decode and (graphs is None or graphs is not self._graphs.verify):
             self._graphs.count(plan, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)

@@ -254,9 +254,7 @@ class Replica:
             executor.use_kv_scales(self._kv_scales)
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
-        min_exchanged = self._config.workers.expert_exchange_min_tokens
-        if min_exchanged is not None and self._model.can_exchange:
-            executor.exchange_tokens(min_exchanged)
+        self._choose_sums(executor)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
         if self._target is not None:
@@ -281,6 +279,14 @@ class Replica:
             self._lag_and_capture(executor, recorder)
         executor.expert_loads = self._expert_loads
         return executor
+
+    def _choose_sums(self, executor: Executor) -> None:
+        """How ranks add up what whole experts give."""
+        min_exchanged = self._config.workers.expert_exchange_min_tokens
+        if min_exchanged is not None and self._model.can_exchange:
+            executor.exchange_tokens(min_exchanged)
+        if self._config.model.deterministic:
+            executor.sum_in_order()
 
     @property
     def _overlaps(self) -> bool:
@@ -361,7 +367,14 @@ class Replica:
         spec = self._spec
         if spec.pooling is not None:
             return Embeddings(is_normalised=spec.pooling.is_normalised)
-        return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
+        return Sampler(
+            spec.vocab_size,
+            max_rows,
+            spec.eos_token_ids,
+            self._device,
+            self._matchers,
+            self._config.execution.mask_threads,
+        )
 
     def _load_model(self) -> CausalLM:
         model = self._config.model

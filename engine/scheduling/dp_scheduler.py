@@ -13,7 +13,7 @@ A step takes as long as the rank with the most tokens. Only that rank's cost mod
 Limits (rows, tokens of a step, the queue) are each rank's. Knows no tensors.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -30,6 +30,7 @@ from engine.scheduling.drafting import Drafting
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.prompt_scheduling import QueuedWork
 from engine.scheduling.scheduler import Scheduler
+from engine.turns import run_together
 
 _NOT_PLANNED = -1  # the step of the empty plan of a rank whose scheduler has none
 
@@ -43,17 +44,20 @@ class DpScheduler:
         caches: RankCaches,
         hasher: BlockHasher,
         block_size: int,
+        launch_passes: Callable[[], None] = lambda: None,
     ) -> None:
         """schedulers: one a rank, each over its cache in `caches`.
 
-        All have the same `Drafting`, whose books are of requests: what one rank's accept tells of
-        the others', too.
+        All have the same `Drafting`, whose books are of requests; or, where a model drafts on each
+        rank, one each with the same policy and counts. What one rank's requests accept tells of the
+        others', too. launch_passes: launches what such models have queued for all ranks.
         """
         assert len(schedulers) == len(caches.of_rank), "a scheduler and a cache for each rank"
         self.of_rank = schedulers
         self._caches = caches
         self._hasher = hasher
         self._block_size = block_size
+        self._launch_passes = launch_passes
         self._num_steps = 0
         self._newest_ranks: list[int] = []  # those that the newest step has plans of
         self._has_planned = False  # at the last `plan`
@@ -94,7 +98,8 @@ class DpScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step of all ranks; None when no rank can run anything now."""
-        plans = [scheduler.plan(now_s) for scheduler in self.of_rank]
+        plans = run_together([scheduler.planning(now_s) for scheduler in self.of_rank])
+        self._launch_passes()
         planned = [rank for rank, plan in enumerate(plans) if plan is not None]
         self._has_planned = bool(planned)
         if not planned:
@@ -143,8 +148,13 @@ class DpScheduler:
 
     @property
     def drafting(self) -> Drafting:
-        """Of all ranks."""
+        """Of rank 0; policy and counts are those of all ranks."""
         return self.of_rank[0].drafting
+
+    def count_idle(self, seconds: float) -> None:
+        """As of each `Scheduler`."""
+        for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
+            drafting.count_idle(seconds)
 
     @property
     def is_held_for_drafts(self) -> bool:

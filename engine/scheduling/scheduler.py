@@ -50,6 +50,7 @@ from engine.scheduling.running import (
     row_of,
 )
 from engine.scheduling.short_reserve import ShortReserve
+from engine.turns import Turns, run_alone
 
 DEFAULT_LAPS = ResolvedLaps()
 
@@ -175,6 +176,10 @@ class Scheduler:
 
         At most one earlier plan may be uncommitted.
         """
+        return run_alone(self.planning(now_s))
+
+    def planning(self, now_s: float) -> Turns[StepPlan | None]:
+        """As `plan`, in turns: others plan while what drafts here computes."""
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
         self._blocks.nonfinite_block_ids += self._host_loads.settle()
         if self._waits_for_held_rows() or (grown := self._grow_rows()) is None:
@@ -192,7 +197,7 @@ class Scheduler:
         zero_block_ids = self._blocks.take_nonfinite()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
-        drafts = self._plan_drafts(decodes, budget, grown)
+        drafts = yield from self._plan_drafts(decodes, budget, grown)
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work, drafts)
 
     def index_joined(self) -> None:
@@ -277,6 +282,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def count_idle(self, seconds: float) -> None:
+        """The device had nothing to do before the step just planned, because rows were held."""
+        self.drafting.count_idle(seconds)
+
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         """Every holder of block references in this scheduler, for the check that none is lost."""
         for request in self._all_requests():
@@ -359,7 +368,7 @@ class Scheduler:
 
     def _plan_drafts(
         self, decodes: DecodeColumns, budget: StepBudget, grown: dict[int, list[int]]
-    ) -> PlannedDrafts:
+    ) -> Turns[PlannedDrafts]:
         """Drafts for the decodes, from what prompts left of the step; adds blocks to `grown`."""
         if self.drafting.drafter is None:
             return NO_DRAFTS
@@ -372,7 +381,7 @@ class Scheduler:
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,
         )
-        drafts = self.drafting.plan(decodes.requests, room)
+        drafts = yield from self.drafting.planning(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:
             if not self._rows.is_entering(request):
                 grown[row_of(request)] = grown.get(row_of(request), []) + block_ids

@@ -161,14 +161,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "pull_by_ranks", "one of the two"],
         ),
         (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: mtp}}",
-            ["workers.enable_dp_attention", "mtp", "set ngram or none"],
-        ),
-        (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram, max_graph_tokens: 64}}",
-            ["workers.enable_dp_attention", "max_graph_tokens", "set it to 0"],
-        ),
-        (
             f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"
             " tbo_min_prompt_tokens: 6}",
             ["workers.enable_dp_attention", "enable_two_batch_overlap", "one of the two"],
@@ -176,10 +168,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (
             f"workers: {{{DP}}}\nlaps: {{batch_prefill_form: grid}}",
             ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
-        ),
-        (
-            f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",
-            ["workers.enable_dp_attention", "model.deterministic", "one of the two"],
         ),
         (
             "execution: {tbo_min_decode_rows: 16}",

@@ -103,9 +103,9 @@ class LedRanks:
             engine.host_tier.wrap_mover(
                 lambda mover: LedMover(mover, parts, self.asides, self.steps)
             )
-        if engine.draft_model is not None:
+        if engine.draft_passes is not None:
             assert self._leading is not None, "it leads now"
-            engine.draft_model.wrap_executor(self._leading.lead_drafts)
+            engine.draft_passes.wrap_executor(self._leading.lead_drafts)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)

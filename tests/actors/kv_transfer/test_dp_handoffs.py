@@ -1,20 +1,23 @@
 """Whole engines apart, one or both of two ranks with requests of their own: one rank's answers.
 
 Books, pieces and stores are the real ones; a loop in place of calls and channels moves whole
-prompts. With calls, channels and deaths: tests/cluster/test_dp_attention_on_ray.py.
+prompts, as each channel does. With calls, channels and deaths:
+tests/cluster/test_dp_attention_on_ray.py.
 """
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from actors.kv_transfer.channels.worker_channels import OwnBlockPieces, Pieces
-from actors.kv_transfer.contracts import StagedPiece
+from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.own_blocks import OwnBlockSources
 from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
@@ -27,7 +30,7 @@ from engine.scheduling.dp_scheduler import DpScheduler
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 SETTINGS: dict[str, Any] = {
     "scheduler.max_num_batched_tokens": 24,  # so that prompts are computed in chunks
@@ -44,6 +47,14 @@ SETTINGS: dict[str, Any] = {
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, seed=3, ignore_eos=True)
 ROLES: tuple[Role, Role] = ("prefill", "decode")
+ON_GPUS: dict[str, object] = {
+    "model.device": "cuda",
+    "model.deterministic": True,  # so that answers do not depend on who computes beside whom
+    "workers.num_gpus": 1,
+    "cache.block_size": 16,
+    "cache.num_blocks": 128,
+}
+Way = Literal["host", "pulled", "staged"]  # as gloo or the object store, CUDA IPC, NCCL move pieces
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +72,17 @@ def _ignore(_: OutgoingEvent) -> None:
 
 
 def _build(
-    comm: Comm, folder: Path, sizes: tuple[int, int], role: Role, notify: Any = _ignore
+    comm: Comm,
+    folder: Path,
+    sizes: tuple[int, int],
+    role: Role,
+    more: dict[str, object],
+    notify: Any = _ignore,
 ) -> Engine:
     config = load_config(
         None,
         SETTINGS
+        | more
         | {
             "model.path": str(folder),
             "workers.prefill_tensor_parallel_size": sizes[0],
@@ -84,12 +101,15 @@ class Pair:
         gangs: dict[Role, RankProcesses],
         folder: Path,
         sizes: tuple[int, int],
+        more: dict[str, object] | None = None,
+        way: Way = "host",
     ) -> None:
+        self._way = way
         self.ready: list[HandoffReady] = []
         self.engines: dict[Role, Engine] = {}
         self.pieces: dict[Role, Pieces] = {}
         for role, size in zip(ROLES, sizes, strict=True):
-            given = folder, sizes, role
+            given = folder, sizes, role, more or {}
             if size == 1:
                 self.engines[role] = engine = _build(SINGLE_RANK, *given, self._note)
                 self.pieces[role] = KvPieces(engine.kv_store, num_threads=1)
@@ -191,10 +211,31 @@ class Pair:
         write = self.incoming.begin_write(header)
         if write.block_ids:
             self.pieces["decode"].fence()
-            assert await self.pieces["decode"].write(write.block_ids, piece)
+            assert await self._move(piece, write.block_ids)
         assert self.incoming.end_write(event.key, write, is_verified=True)
         self.incoming.commit(header)
         self.engines["prefill"].outgoing.release(event.key)
+
+    async def _move(self, piece: StagedPiece[Any], to_ids: list[int]) -> bool:
+        source, target = (self.pieces[role] for role in ROLES)
+        if not isinstance(piece.data, StoredBlocks):
+            return await target.write(to_ids, piece)
+        if self._way == "host":
+            data = await source.to_host(piece.data)
+            return await target.write(to_ids, StagedPiece(data=data, digests=piece.digests))
+        from_ids = list(piece.data.block_ids)
+        assert isinstance(source, OwnBlockPieces)
+        assert isinstance(target, OwnBlockPieces)
+        if self._way == "pulled":
+            stores = OwnBlockSources([one.store.tensor for one in source.stores], source.whole)
+            return await target.pull(stores, from_ids, to_ids, piece.digests)
+        slot = torch.empty(piece.data.nbytes, dtype=torch.uint8, device=source.device)
+        loaded = source.queue_load(from_ids, slot)
+        if loaded is not None:
+            loaded.synchronize()
+        taken = target.queue_take(slot, to_ids)
+        taken.wait()
+        return bool(taken.digests.tolist() == piece.digests)
 
     def _check_books(self) -> None:
         for role in ROLES:
@@ -239,3 +280,31 @@ def test_answers_are_those_of_one_rank(
                 numbers = [one.statistics().num_steps for one in scheduler.of_rank]
                 assert all(numbers), "both ranks had requests"
         assert pair.incoming.statistics().num_hit_blocks > 0
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_answers_on_two_gpus_are_those_of_workers_that_do_both(tmp_path: Path) -> None:
+    """Both gangs on the same GPUs; over what each channel uses."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    save_model(folder, "DeepseekV3ForCausalLM", seed=5, **sizes)
+    prompts = [list(range(n, 2 * n + 5)) for n in (3, 9, 40, 71)]
+    asked = [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
+    with ExitStack() as stack:
+        gangs = {}
+        for role in ROLES:
+            (tmp_path / role).mkdir()
+            gangs[role] = stack.enter_context(RankProcesses(2, tmp_path / role, "cuda"))
+        given = folder, (2, 2), "unified", ON_GPUS
+        with LedRanks(gangs["prefill"], _build, *given) as led:
+            both = _build(gangs["prefill"].comm, *given)
+            led.lead_engine(both)
+            expected = [one.tokens for one in answer(both, asked)]
+        ways: tuple[Way, ...] = ("host", "pulled", "staged")
+        for way in ways:
+            with ExitStack() as of_way:
+                pair = Pair(of_way, gangs, folder, (2, 2), ON_GPUS, way)
+                assert pair.answer(asked) == expected, way
+                assert pair.answer(asked) == expected, way
