@@ -6,7 +6,6 @@ others launch rank 0's plans, in its order, on their executors and use nothing e
 """
 
 import dataclasses
-import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.build_drafting import build_drafting, build_head
+from engine.build_drafting import RankDrafting, build_drafting, build_head
+from engine.build_host_tier import BelowDevice, build_below_device
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -25,18 +25,14 @@ from engine.core import DraftingExecutor, EngineCore, StepScheduler
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
-from engine.kv.host.arena import HostArena
-from engine.kv.host.disk import DiskFiles
-from engine.kv.host.disk_tier import DiskStatistics, DiskTier
-from engine.kv.host.movers import build_mover
-from engine.kv.host.shared_file import name_for
+from engine.kv.host.disk_tier import DiskStatistics
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
-from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
+from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
 from engine.model_folder import read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -64,6 +60,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -86,11 +83,17 @@ class Engine:
     executor: Executor
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
-    outgoing: OutgoingHandoffs
-    host_tier: HostTier | None  # None = what the cache evicts is lost
+    outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
+    below_device: BelowDevice  # the host tier, or this rank's part of it
     core: EngineCore
+    draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """None = what the cache evicts is lost, or rank 0 has it."""
+        return self.below_device.tier
 
     @property
     def shared_cache(self) -> BlockCache:
@@ -105,15 +108,26 @@ class Engine:
         return self.core.scheduler
 
     @property
-    def draft_model(self) -> DraftModel | None:
-        """The model or head that drafts; None = none does."""
-        drafter = self.core.scheduler.drafting.drafter
-        return drafter if isinstance(drafter, DraftModel) else None
+    def joining_ranks(self) -> list[JoiningRank]:
+        """Where requests may join whose KV comes: with DP attention one for each rank."""
+        scheduler, cache = self.core.scheduler, self.cache
+        if isinstance(scheduler, DpScheduler) and isinstance(cache, RankCaches):
+            pairs = zip(cache.of_rank, scheduler.of_rank, strict=True)
+            return [
+                JoiningRank(cache=own, scheduler=of_rank, first_block=cache.first_block(rank))
+                for rank, (own, of_rank) in enumerate(pairs)
+            ]
+        return [JoiningRank(cache=self.shared_cache, scheduler=self.shared_scheduler)]
+
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether each of several ranks has blocks of its own."""
+        return isinstance(self.cache, RankCaches)
 
     @property
     def drafting_executor(self) -> DraftingExecutor | None:
-        """Of its passes."""
-        return None if self.draft_model is None else self.draft_model.executor
+        """Of `draft_passes`."""
+        return None if self.draft_passes is None else self.draft_passes.executor
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -134,6 +148,7 @@ class Engine:
             num_preemptions_for_others=counts.num_preemptions_for_others,
             speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
+            two_batches=self._overlap_load(),
         )
 
     def expert_totals(self) -> ExpertTotals | None:
@@ -142,6 +157,11 @@ class Engine:
         if loads is None or loads.newest is None:
             return None
         return ExpertTotals(**dataclasses.asdict(loads.newest))
+
+    def _overlap_load(self) -> OverlapLoad | None:
+        if not self.executor.may_split:
+            return None
+        return OverlapLoad(**dataclasses.asdict(self.executor.two_batches.statistics()))
 
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
@@ -226,20 +246,19 @@ def build_engine(
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
-        moves = comm.rank.size > 1 and role != "unified"
-        stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
-    executor = measured.executor
+        others = grammars, clock, comm
+        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
+        executor = measured.executor
+        stores = _share_stores(comm, role, spec, executor.kv_store, whole)
+        key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+        below = build_below_device(config, role, key, executor.kv_store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    host_tier = _build_host_tier(config, role, key, executor.kv_store)
-    cache = _build_caches(config, spec, executor.kv_store.num_blocks, host_tier)
+    num_own = comm.rank.size if spec.has_dp_attention else 1
+    cache = _build_caches(config, num_own, executor.kv_store.num_blocks, below.tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
-    # With DP attention nothing is handed over: the first rank's stands for none.
-    first = cache if isinstance(cache, BlockCache) else cache.of_rank[0]
-    outgoing = OutgoingHandoffs(first, notify)
-    parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
+    outgoing = _build_outgoing(cache, notify)
+    parts = max_model_len, cache, hasher, outgoing, below.tier, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -253,11 +272,21 @@ def build_engine(
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
-        host_tier=host_tier,
+        below_device=below,
         core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
     )
+
+
+def _share_stores(
+    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+) -> tuple[RankStore, ...]:
+    """Those of all ranks, on rank 0 of several that move blocks."""
+    if comm.rank.size == 1 or role == "unified":
+        return ()
+    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:
@@ -323,8 +352,7 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
-    if executor.expert_loads is not None:
-        executor.expert_loads.reset()
+    _forget_counts(executor)
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
@@ -339,6 +367,14 @@ def _build_measured(
     )
 
 
+def _forget_counts(executor: Executor) -> None:
+    """Count steps from here on: those so far nobody asked for."""
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
+    if executor.may_split:
+        executor.two_batches.reset()
+
+
 def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
     if disk is None:
         return None
@@ -350,54 +386,12 @@ def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> D
     )
 
 
-def _build_host_tier(
-    config: AppConfig, role: Role, block_key: bytes, store: KvStore
-) -> HostTier | None:
-    """Raises ConfigError if there is no room for it, or it is another model's.
-
-    A decode worker has none: its reservations look for blocks on the device only.
-    """
-    if config.cache.host_gib == 0 or role == "decode":
-        return None
-    layout = store.layout
-    fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
-    arena = HostArena(
-        name_for(block_key),
-        num_bytes=int(config.cache.host_gib * 2**30),
-        block_bytes=layout.block_bytes,
-        fingerprint=fingerprint,
-    )
-    try:
-        mover = build_mover(store, arena.blocks)
-        disk = _build_disk_tier(config, block_key + fingerprint, arena)
-    except BaseException:
-        arena.close()  # else the file stays as long as this process, which lives on to say why
-        raise
-    logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
-    return HostTier(arena, mover, store.digests, disk)
-
-
-def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskTier | None:
-    """owner: of the blocks; others' are not found. Raises ConfigError."""
-    if config.cache.disk_path is None:
-        return None
-    files = DiskFiles(
-        Path(config.cache.disk_path),
-        num_bytes=int(config.cache.disk_gib * 2**30),
-        block_bytes=arena.block_bytes,
-        namespace=hashlib.blake2b(owner, digest_size=16, person=b"disk tier").digest(),
-    )
-    logger.info("%s holds %d KV blocks from earlier", files.folder, files.num_blocks)
-    return DiskTier(files, arena)
-
-
 def _build_caches(
-    config: AppConfig, spec: ModelSpec, num_blocks: int, host_tier: HostTier | None
+    config: AppConfig, num_ranks: int, num_blocks: int, host_tier: HostTier | None
 ) -> BlockCache | RankCaches:
-    """num_blocks: of one rank."""
-    if not spec.has_dp_attention:
+    """num_ranks: that have blocks of their own, each `num_blocks`."""
+    if num_ranks == 1:
         return _build_cache(config, num_blocks, host_tier)
-    num_ranks = config.workers.tensor_parallel_size
     return RankCaches([_build_cache(config, num_blocks, None) for _ in range(num_ranks)])
 
 
@@ -408,6 +402,18 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
         protected_share=config.cache.protected_share,
         on_evict=None if host_tier is None else host_tier.save,
     )
+
+
+def _build_outgoing(
+    cache: BlockCache | RankCaches, notify: Callable[[OutgoingEvent], None]
+) -> OutgoingHandoffs | OutgoingOfRanks:
+    if isinstance(cache, BlockCache):
+        return OutgoingHandoffs(cache, notify)
+    of_rank = [
+        OutgoingHandoffs(own, notify, first_block=cache.first_block(rank))
+        for rank, own in enumerate(cache.of_rank)
+    ]
+    return OutgoingOfRanks(of_rank)
 
 
 def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
@@ -430,13 +436,13 @@ def _build_scheduler(
     max_model_len: int,
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
-    outgoing: OutgoingHandoffs,
+    outgoing: OutgoingHandoffs | OutgoingOfRanks,
     host_tier: HostTier | None,
-    drafting: Drafting,
+    drafting: RankDrafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache) -> Scheduler:
+    def over(own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -450,9 +456,12 @@ def _build_scheduler(
             host_tier=host_tier,
         )
 
-    if isinstance(cache, BlockCache):
-        return over(cache)
-    return DpScheduler([over(own) for own in cache.of_rank], cache, hasher, block_size)
+    if isinstance(outgoing, OutgoingHandoffs):
+        assert isinstance(cache, BlockCache), "both are of one rank"
+        return over(cache, outgoing, drafting.of_rank[0])
+    assert isinstance(cache, RankCaches), "both are of several"
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank))
+    return DpScheduler(schedulers, cache, hasher, block_size, drafting.launch_queued)
 
 
 def _build_core(

@@ -18,11 +18,11 @@ from engine.ranks.rank import WHOLE_MODEL, Rank
 from engine.runner.replica import compute_dtype
 
 
-def _load_spec(config: AppConfig) -> ModelSpec:
+def _load_spec(config: AppConfig, rank: Rank) -> ModelSpec:
     return load_spec(
         Path(config.model.path),
         quantization=config.model.quantization,
-        sharing=config.workers.expert_sharing,
+        sharing=config.workers.expert_sharing_of(rank.size),
     )
 
 
@@ -42,7 +42,7 @@ def read_folder(
     config: AppConfig, rank: Rank
 ) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
     """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
-    spec = _load_spec(config)
+    spec = _load_spec(config, rank)
     kv_scales = load_scales(config, spec)
     part = rank_layout(config, spec, rank, kv_scales)
     return spec, kv_scales, part, rank_layout(config, spec, WHOLE_MODEL, kv_scales)

@@ -25,7 +25,7 @@ from engine.clock import MonotonicClock
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, decode
-from engine.ranks.asides import Aside, AsideThreads
+from engine.ranks.asides import Aside, AsideThreads, Begin, Kind, beside
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
@@ -115,6 +115,7 @@ class RankWorker:
             torch.device(spec.config.model.device),
             start_s=START_S,
             timeout_s=spec.config.workers.stall_s,
+            in_rank_order=spec.config.model.deterministic,
         )
         return build_engine(
             spec.config,
@@ -147,11 +148,14 @@ class RankWorker:
 
     def _begin_aside(self, engine: "Engine") -> Callable[[Aside], None] | None:
         """What begins the work that rank 0 asks for beside the steps; None = there is none."""
-        if self._beside is None:
-            return None
-        rank = Rank(self._place.rank, self._place.size)
-        self._work = self._beside(self._spec, engine, rank, self._name)
-        return AsideThreads(self._ring, self._work, self._fail).begin
+        works: dict[Kind, Begin] = {}
+        if self._beside is not None:
+            rank = Rank(self._place.rank, self._place.size)
+            self._work = self._beside(self._spec, engine, rank, self._name)
+            works["heads"] = beside(self._work)
+        if (part := engine.below_device.part) is not None:
+            works["host tier"] = part.begin
+        return AsideThreads(self._ring, works, self._fail).begin if works else None
 
     def _on_silence(self, _: int) -> None:
         self._end_leader(0.0, "stands still")

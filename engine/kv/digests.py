@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kv.layout import KvPart
+
 
 class BlockDigests:
     """One digest per block: 64 bits, as computed by `KvStore.digest`."""
@@ -37,3 +39,18 @@ class BlockDigests:
         assert self._is_known[ids].all(), f"of blocks {list(block_ids)} nobody knows the digests"
         digests: list[int] = self._values[ids].tolist()
         return digests
+
+
+def add_terms(parts: Sequence[KvPart], terms: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Digests of whole blocks, of one term a rank.
+
+    Off by the number of ranks that have other bytes than the first one with their heads.
+    """
+    first: dict[int, NDArray[np.int64]] = {}
+    others = np.zeros_like(terms[0])
+    for part, found in zip(parts, terms, strict=True):
+        others += found != first.setdefault(part.first_head, found)
+    for found in first.values():
+        others += found
+    total: list[int] = others.tolist()
+    return total

@@ -69,7 +69,7 @@ class Flow:
     # [T, hidden] by layer: the streams that `Export.layers` asks for
     entering: dict[int, Tensor] = field(default_factory=dict)
     has_ended: bool = False  # nothing more is needed than K and V: the other operations are left
-    # between operations of one layer; the last reader clears them
+    # between operations of one layer: left by `leave`; the last reader clears them
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
     shared: Any = None  # `SharedOutput` of moe.py
@@ -78,6 +78,16 @@ class Flow:
     parts: Tensor | None = None
     # [P] as of `slots`, of the own rows, where ranks have shares of the tokens
     own_slots: Tensor | None = None
+
+    def leave(self, **left: object) -> None:
+        """Leave values for later operations of this layer, by names of `_BETWEEN_OPERATIONS`.
+
+        What an operation left and none has taken is never overwritten.
+        """
+        for name, value in left.items():
+            assert name in _BETWEEN_OPERATIONS, f"{name} is not left between operations"
+            assert getattr(self, name) is None, f"{name} was left before, and nobody took it"
+            setattr(self, name, value)
 
     def left_over(self) -> tuple[str, ...]:
         """What an operation left for another of its layer, and none has taken."""

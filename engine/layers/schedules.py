@@ -8,6 +8,7 @@ one flow does before the other has its turn. Names that a layer lacks are skippe
 and mixtures follow one schedule. The last stage of a layer and the first of the next are one.
 """
 
+import string
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -130,7 +131,6 @@ class InlineLanes:
 
 # Marks a stage for a profiler; "b17" is the second flow's stage 17.
 Annotate = Callable[[str], AbstractContextManager[object]]
-FLOW_NAMES = "ab"
 
 
 def _without_marks(name: str) -> AbstractContextManager[object]:
@@ -149,12 +149,13 @@ def drive(
 
     Each flow ends with nothing left of what operations leave for each other.
     """
+    flow_names = string.ascii_lowercase
     for turn in range(len(stages) + lag * (len(flows) - 1)):
         for index, flow in enumerate(flows):
             number = turn - index * lag
             if not 0 <= number < len(stages):
                 continue
-            with annotate(f"{FLOW_NAMES[index]}{number}"):
+            with annotate(f"{flow_names[index]}{number}"):
                 for op in stages[number]:
                     if flow.has_ended:
                         break

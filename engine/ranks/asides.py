@@ -1,7 +1,9 @@
 """Work of all ranks beside their steps: rank 0 asks for it by the ring, and each other one answers.
 
     rank 0     Aside: into the ring, then its own part, then waits for all answers
-    another    Aside: from the ring to a thread, which works and answers; steps go on meanwhile
+    another    Aside: from the ring to the thread that steps, which waits for the steps that rank 0
+               had ended, begins the work and leaves the rest to a thread, which answers; steps go
+               on meanwhile
 
 Work that has begun is not stopped. So rank 0 waits for every answer as long as its gang lives: what
 is asked may write, and whoever asks must know that nothing can land any more. A rank that stands
@@ -12,8 +14,10 @@ is, nor torch.
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -25,7 +29,10 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 4
 _PART_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of an `AsideAnswer`
 
+Kind = Literal["heads", "host tier"]  # who does it: heads between workers, blocks to host memory
 Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
+# Called on the thread that steps; what it returns is called beside, and returns what comes of it.
+Begin = Callable[[bytes], Callable[[], bytes]]
 
 
 class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -33,6 +40,8 @@ class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     work: bytes
+    kind: Kind = "heads"
+    num_ended: int = 0  # begin it when so many steps, of those launched, have ended here
 
 
 class AsideAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -89,13 +98,22 @@ class Asides:
 
         Raises WorkerError if a rank ends, HandoffError if one could not do it, what `own` raises.
         """
-        number = next(self._numbers)
-        self._write(msgspec.msgpack.encode(Aside(number, work)))
+        wait = self.begin(work, "heads")
         try:
             answer = own(work)
         finally:
-            others = self._wait(number)
+            others = wait()
         return [answer, *others]
+
+    def begin(self, work: bytes, kind: Kind, num_ended: int = 0) -> Callable[[], list[bytes]]:
+        """Asks the other ranks, which begin before any step that is launched later.
+
+        num_ended: steps that each has to end first. The function returned waits for all answers,
+        on any thread; it raises as `ask` does.
+        """
+        number = next(self._numbers)
+        self._write(msgspec.msgpack.encode(Aside(number, work, kind, num_ended)))
+        return partial(self._wait, number)
 
 
 class NoAsides:
@@ -109,30 +127,40 @@ class AsideThreads:
     """Another rank's side: does what is asked in threads of its own."""
 
     def __init__(
-        self, ring: PlanRingReader, work: Work, on_failure: Callable[[Exception], object]
+        self,
+        ring: PlanRingReader,
+        works: Mapping[Kind, Begin],
+        on_failure: Callable[[Exception], object],
     ) -> None:
-        """on_failure: ends this rank when it cannot answer, or rank 0 would wait for ever."""
+        """works: of each kind that rank 0 asks for.
+
+        on_failure: ends this rank when it cannot answer, or rank 0 would wait for ever.
+        """
         self._ring = ring
-        self._work = work
+        self._works = works
         self._on_failure = on_failure
         self._answering = threading.Lock()  # the parts of one answer after the other
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
 
     def begin(self, aside: Aside) -> None:
-        """Returns at once."""
-        self._threads.submit(self._do, aside)
+        """Called on the thread that steps; does not wait for the work."""
+        try:
+            rest = self._works[aside.kind](aside.work)
+        except Exception as failure:  # noqa: BLE001 - as if the rest had failed
+            rest = partial(_fail, failure)
+        self._threads.submit(self._do, aside.number, rest)
 
-    def _do(self, aside: Aside) -> None:
+    def _do(self, number: int, rest: Callable[[], bytes]) -> None:
         data, error = b"", ""
         try:
-            data = self._work(aside.work)
+            data = rest()
         except WorkerError as failure:
             error = failure.message
         except Exception as failure:
             logger.exception("beside the steps")
             error = f"{type(failure).__name__}: {failure}"
         try:
-            self._answer(aside.number, data, error)
+            self._answer(number, data, error)
         except Exception as failure:  # noqa: BLE001 - any
             self._on_failure(failure)
 
@@ -144,3 +172,12 @@ class AsideThreads:
                     number, data[start:end], goes_on=end < len(data), error=error[:1000]
                 )
                 self._ring.report_in_turn(msgspec.msgpack.encode(part))
+
+
+def beside(work: Work) -> Begin:
+    """Work of which nothing has to be done on the thread that steps."""
+    return lambda asked: partial(work, asked)
+
+
+def _fail(error: Exception) -> bytes:
+    raise error

@@ -84,6 +84,10 @@ class TwoBatches:
         self._exchange: tuple[Schedule, list[Stage]] | None = None
         if model.can_exchange:
             self._exchange = SHARE_PROMPTS, bind(model.exchange_operations, SHARE_PROMPTS)
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0."""
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
         self._num_replayed = 0
 

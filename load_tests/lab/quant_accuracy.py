@@ -3,11 +3,13 @@
     python -m load_tests.lab.quant_accuracy
     python -m load_tests.lab.quant_accuracy --device cuda --windows 64    # with the GPU's products
     python -m load_tests.lab.quant_accuracy --forms --kv                  # K and V in FP8 alone
+    python -m load_tests.lab.quant_accuracy --forms --rounded             # rounded inputs alone
 
 Writes the model in each format (rounded to the nearest, without calibration), loads it as the
 engine does, and compares its predictions of held-out text with those of the model as published: the
 files of the standard library that `demo_model/corpus.py` keeps out of training. On a GPU windows
-are prompts, so inputs are rounded where the engine rounds them. With `--kv` also of the published
+are prompts, so inputs are rounded where the engine rounds them. With `--rounded` also of what that
+changes, by transformers in float64 (rounded_reference.py). With `--kv` also of the published
 weights with K and V in e4m3: with all scales 1, and calibrated on other windows.
 
     KL          mean over tokens of sum p log(p / q), nats; p of the model as published
@@ -23,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -41,6 +44,7 @@ from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.select import AttentionNames, build_attention
 from kernels.kv.scales import KvScales
+from load_tests.lab.rounded_reference import ROUNDED_FORMS, Float64Scorer
 from load_tests.tables import render_rows
 from load_tests.testbed.quantised_folders import FORMS, write_quantised
 
@@ -60,6 +64,12 @@ class Accuracy:
     top_1: float
     perplexity: float
     num_tokens: int
+
+
+class Scores(Protocol):
+    def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, vocab] fp32, of what follows each token."""
+        ...
 
 
 class Scorer:
@@ -138,13 +148,11 @@ def _held_out_texts(stdlib: Path) -> Iterator[str]:
 
 def compare(
     name: str,
-    model: CausalLM,
+    scorer: Scores,
     windows: Sequence[list[int]],
     published: Sequence[Tensor],
-    kv_scales: Tensor | None = None,
 ) -> Accuracy:
     """published: the published model's log-probabilities of each window."""
-    scorer = Scorer(model, kv_scales)
     kl, same, loss, num_tokens = 0.0, 0, 0.0, 0
     for window, theirs in zip(windows, published, strict=True):
         ours = scorer.log_probabilities(window).cpu()
@@ -173,7 +181,7 @@ def measure(
     label = str(dtype).removeprefix("torch.")
     yield compare(
         f"as published, {label}",
-        build_model(MODEL, dtype=dtype, device=device),
+        Scorer(build_model(MODEL, dtype=dtype, device=device)),
         windows,
         published,
     )
@@ -185,7 +193,23 @@ def measure(
         else:
             folder = write_quantised(MODEL, name, scratch / name)
             model = build_model(folder, dtype=dtype, device=device)
-        yield compare(name, model, windows, published)
+        yield compare(name, Scorer(model), windows, published)
+
+
+def measure_rounded(
+    names: Sequence[str], windows: Sequence[list[int]], scratch: Path
+) -> Iterator[Accuracy]:
+    """Formats in float64: with inputs as they are, and rounded."""
+    exact = Float64Scorer(MODEL)
+    published = [exact.log_probabilities(window) for window in windows]
+    yield compare("as published, float64", exact, windows, published)
+    for name in names:
+        matrices = scratch / f"{name}-matrices"
+        write_quantised(MODEL, name, scratch / name, stands_for=matrices)
+        scorer = Float64Scorer(matrices)
+        yield compare(f"{name}, inputs as they are", scorer, windows, published)
+        scorer.round_inputs(ROUNDED_FORMS[name])
+        yield compare(f"{name}, inputs rounded", scorer, windows, published)
 
 
 def measure_kv(
@@ -197,13 +221,14 @@ def measure_kv(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(MODEL, dtype=dtype, device=device)
     largest = largest_numbers(MODEL, others, device.type)
-    yield compare("K and V as computed", model, windows, published)
+    yield compare("K and V as computed", Scorer(model), windows, published)
     for name, scales in (
         ("K and V in e4m3, scales 1", torch.ones_like(largest)),
         ("K and V in e4m3, calibrated", scales_for(largest, 2.0)),
         ("the same, one scale a tensor", scales_for(largest, 2.0).amax(2, keepdim=True)),
     ):
-        yield compare(name, model, windows, published, scales.expand_as(largest))
+        scorer = Scorer(model, scales.expand_as(largest))
+        yield compare(name, scorer, windows, published)
 
 
 def render(found: Sequence[Accuracy]) -> str:
@@ -226,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens each")
+    parser.add_argument("--rounded", action="store_true", help="rounded inputs in float64, too")
     parser.add_argument("--kv", action="store_true", help="K and V in e4m3, too")
     parser.add_argument("--forms", nargs="*", choices=[*FORMS, ONLINE], default=[*FORMS, ONLINE])
     args = parser.parse_args()
@@ -234,6 +260,9 @@ def main() -> None:
         found = list(measure(args.forms, windows, device, Path(scratch)))
     print(f"{found[0].num_tokens} tokens of held-out text, {args.device}\n")
     print(render(found))
+    if args.rounded:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(f"\n{render(list(measure_rounded(list(ROUNDED_FORMS), windows, Path(scratch))))}")
     if args.kv:
         drawn = held_out_windows(2 * args.windows + 1)
         others = [window for window in drawn if window not in windows]

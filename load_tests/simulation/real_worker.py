@@ -99,7 +99,7 @@ class RealWorker:
         outcome = Outcome()
         while self._in_flight and self._in_flight[0][1] <= now_s:
             plan, end_s = self._in_flight.popleft()
-            self._tell(self._scheduler.commit(plan, _result_of(plan)), end_s, outcome)
+            self._tell(self._scheduler.commit(plan, result_of(plan)), end_s, outcome)
             self._has_ended = True
         if now_s >= self._due_s:
             if self._has_ended and self._spec.predicts:  # told with the next plan, as over there
@@ -146,7 +146,7 @@ class RealWorker:
             outcome.finished.append((self._requests.pop(key), end_s))
 
 
-def _result_of(plan: StepPlan) -> StepResult:
+def result_of(plan: StepPlan) -> StepResult:
     """Every row that samples draws the same token."""
     return StepResult(
         step=plan.step,

@@ -1,4 +1,4 @@
-"""The host tier of a deployment: what a prefill worker evicts, its successor finds and sends on."""
+"""The host tier of a deployment: what a worker evicts, its successor finds and sends on."""
 
 import os
 import random
@@ -77,3 +77,27 @@ def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
     )
     _ask_until_loaded(application, prompts, answers)
     application.wait_quiet()
+
+
+def test_a_gang_stores_and_loads_parts_and_a_dead_rank_costs_no_stored_block(
+    cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    alone = {"workers.prefill": 0, "workers.decode": 0, "workers.unified": 1}
+    gang = TIGHT | alone | {"workers.tensor_parallel_size": 2, "debug": True}
+    application = cluster.run("host-tier-gang", gang)
+    application.wait_ready()
+    answers = [application.complete(prompt, max_tokens=6) for prompt in prompts]
+    name = _arena_of(application, "unified")
+    _ask_until_loaded(application, prompts, answers)
+    (worker,) = application.workers("unified")
+    before = application.pid(worker)
+    os.kill(application.pid(f"rank-1.{worker}"), signal.SIGKILL)
+    wait_replaced(worker, application.name, before)
+    application.wait_ready()
+    assert _arena_of(application, "unified") == name
+    _ask_until_loaded(application, prompts, answers)
+    assert application.metric("laps_host_tier_corrupt_blocks_total") == 0
+    application.wait_quiet()
+    application.stop()
+    assert name is not None
+    wait_until(lambda: not (FOLDER / name).exists(), "the arena is gone with the last worker")

@@ -143,7 +143,7 @@ def test_a_build_that_fails_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object) -> None:
         raise ConfigError("cannot lock memory")
 
-    monkeypatch.setattr("engine.build.build_mover", refuse)
+    monkeypatch.setattr("engine.build_host_tier.share_arena", refuse)
     with pytest.raises(ConfigError, match="cannot lock memory"):
         start_engine(block_key=KEY, cache__host_gib=0.01, **SIZES)
     assert not (FOLDER / f"{PREFIX}{name_for(KEY)}").exists()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from engine.ranks.asides import Asides, AsideThreads, Work
+from engine.ranks.asides import Asides, AsideThreads, Begin, Kind, Work, beside
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 
@@ -17,8 +17,9 @@ NO_STEPS: Any = None
 class AskedRanks:
     """Ranks 1 and up, for as long as the context is open."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        """works: of these ranks."""
+    def __init__(self, works: Sequence[Begin], kind: Kind = "heads") -> None:
+        """works: of these ranks, which are asked for this kind alone."""
+        self._kind: Kind = kind
         name = f"test-{uuid.uuid4().hex}"
         self.ends: list[RankEnd] = []
         self.failures: list[Exception] = []  # of ranks that could not answer
@@ -59,8 +60,13 @@ class AskedRanks:
         self.ends.append(end)
         self._has_ended.set()
 
-    def _follow(self, name: str, rank: int, work: Work) -> None:
+    def _follow(self, name: str, rank: int, work: Begin) -> None:
         ring = self.readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
         with suppress(RingError):  # of the rank that ends
-            asides = AsideThreads(ring, work, self.failures.append)
+            asides = AsideThreads(ring, {self._kind: work}, self.failures.append)
             Follower(NO_STEPS, ring, print, None, asides.begin).run()
+
+
+def beside_all(*works: Work) -> list[Begin]:
+    """Of ranks that do nothing of it on the thread that steps."""
+    return [beside(work) for work in works]

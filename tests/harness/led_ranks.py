@@ -1,5 +1,7 @@
 """Ranks that follow the first by the real ring, as those of a worker do."""
 
+import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from typing import Any, Self
 from engine.build import Engine
 from engine.core import Executor
 from engine.layers.context import Comm
+from engine.ranks.asides import Asides, AsideThreads
+from engine.ranks.block_parts import LedMover
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
@@ -27,14 +31,16 @@ def follow(
     """All that another rank does; returns how it ended."""
     with planted(fault), snapped_mixtures() if is_exact else nullcontext():
         built = build(comm, *args)
-        executor, drafts, shared = built, None, None
+        executor, drafts, shared, part = built, None, None, None
         if isinstance(built, Engine):
             executor, drafts = built.executor, built.drafting_executor
-            shared = built.kv_store.shared
+            shared, part = built.kv_store.shared, built.below_device.part
         on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
+        works = {} if part is None else {"host tier": part.begin}
+        begin_aside = AsideThreads(ring, works, _end).begin
         try:
-            Follower(executor, ring, lambda _: None, on_step_end, drafts=drafts).run()
+            Follower(executor, ring, lambda _: None, on_step_end, begin_aside, drafts).run()
         except RingError as error:
             return str(error)
         finally:
@@ -79,6 +85,7 @@ class LedRanks:
             self._ring.accept(TIMEOUT_S)
         reports = RankReports(self._ring, size, self._note)
         reports.start()
+        self.asides = Asides(self._ring.write, reports.wait_answers)
         self._leading = LeadingExecutor(
             executor,
             self._ring,
@@ -90,11 +97,15 @@ class LedRanks:
         return self._leading
 
     def lead_engine(self, engine: Engine) -> None:
-        """As `lead`, with what drafts there."""
+        """As `lead`, with what drafts there, and what moves blocks to host memory."""
         engine.core.wrap_executor(self.lead)
-        if engine.draft_model is not None:
+        if engine.host_tier is not None and (parts := engine.below_device.parts) is not None:
+            engine.host_tier.wrap_mover(
+                lambda mover: LedMover(mover, parts, self.asides, self.steps)
+            )
+        if engine.draft_passes is not None:
             assert self._leading is not None, "it leads now"
-            engine.draft_model.wrap_executor(self._leading.lead_drafts)
+            engine.draft_passes.wrap_executor(self._leading.lead_drafts)
 
     def _note(self, end: RankEnd) -> None:
         self.ends.append(end)
@@ -113,3 +124,9 @@ class LedRanks:
         if self._leading is not None:
             assert self.has_ended.wait(TIMEOUT_S), "the reports' thread ends with its followers"
         self._ring.close()
+
+
+def _end(error: Exception) -> None:
+    """As a rank does that cannot answer."""
+    logging.critical("a rank cannot answer", exc_info=error)
+    os._exit(1)

@@ -28,7 +28,7 @@ is evicted.
 One thread of a process uses an arena; `is_unchanged` may be called by any. Knows no tensors.
 """
 
-import mmap
+import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.kv.hashes import HASH_BYTES
+from engine.kv.host.arena_blocks import ArenaOffer, Rows, blocks_in, touch_pages
 from engine.kv.host.shared_file import KEY, MAX_MEMBERS, SHARED, BusyError, SharedFile, pool_byte
 
 FREE, WRITING, READY = 0, 1, 2
@@ -155,7 +156,7 @@ class HostArena:
         self._all_words: Words = np.frombuffer(self._words, dtype=np.uint64)
         self._all_used: Words = np.frombuffer(self._used, dtype=np.uint64)
         self._clear_up()
-        self._touch_pages()
+        touch_pages(memory)
 
     def _clear_up(self) -> None:
         """Returns what an earlier process had that had this number. Raises ConfigError."""
@@ -167,13 +168,6 @@ class HostArena:
                 f"{KEY}: a process holds {error} and does not get on; stop it"
             ) from error
 
-    def _touch_pages(self) -> None:
-        """Maps all pages now: the first touch of one takes longer than writing it.
-
-        Reading suffices, and may run beside others' writing.
-        """
-        np.frombuffer(self._memory, dtype=np.uint8)[:: mmap.PAGESIZE].max()
-
     @property
     def name(self) -> str:
         return self._file.path.name
@@ -184,12 +178,20 @@ class HostArena:
         return self._file.place
 
     @property
-    def blocks(self) -> NDArray[np.uint8]:
+    def blocks(self) -> Rows:
         """[num_blocks, block_bytes] all of them; write only to those that `take` returned."""
-        shape = self.num_blocks, self.block_bytes
-        return np.frombuffer(
-            self._memory, dtype=np.uint8, offset=self._geometry.blocks, count=shape[0] * shape[1]
-        ).reshape(shape)
+        return blocks_in(self._memory, self.offer)
+
+    @property
+    def offer(self) -> ArenaOffer:
+        """Of this worker's memory, to its other ranks; good until it is closed."""
+        return ArenaOffer(
+            pid=os.getpid(),
+            fd=self._file.fd,
+            blocks_at=self._geometry.blocks,
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+        )
 
     # ---- reading ---------------------------------------------------------------------------------
 

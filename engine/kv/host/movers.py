@@ -20,12 +20,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.kv.host.arena_blocks import Rows
 from engine.kv.host.shared_file import KEY
 from engine.kv.store import KvStore, to_host
 
@@ -48,12 +47,12 @@ class BlockMover(Protocol):
         """Called on the thread that steps, when the blocks to load to have been allocated.
 
         The function returned copies (slots, block ids), waits, and returns the digests of what the
-        device's blocks hold then; any thread, one at a time.
+        device's blocks hold then, which the store keeps; any thread, one at a time.
         """
         ...
 
 
-def build_mover(store: KvStore, blocks: NDArray[np.uint8]) -> BlockMover:
+def build_mover(store: KvStore, blocks: Rows) -> BlockMover:
     """blocks: the arena's, uint8 [num_blocks, block_bytes]. Raises ConfigError on a GPU that cannot
     lock them.
     """
@@ -86,7 +85,9 @@ class CpuMover:
     def _load(self, slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
         for slot, block_id in zip(slots, block_ids, strict=True):
             self._on_device[block_id] = self._on_host[slot]
-        return self._store.digest(block_ids)
+        digests = self._store.digest(block_ids)
+        self._store.digests.keep(block_ids, digests)
+        return digests
 
 
 class CudaMover:
@@ -131,6 +132,7 @@ class CudaMover:
                 digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
                 self._loads.synchronize()
             values: list[int] = digests.tolist()
+            self._store.digests.keep(block_ids, values)
             return values
 
         return load

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-from engine.kv.digests import BlockDigests
 from engine.kv.host.arena import HostArena, HostBlock
 from engine.kv.host.disk import DiskBlock
 from engine.kv.host.disk_tier import DiskStatistics, DiskTier
@@ -138,17 +137,12 @@ class HostTier:
         self,
         arena: HostArena,
         mover: BlockMover,
-        digests: BlockDigests,
         disk: DiskTier | None = None,
     ) -> None:
-        """digests: of the device's blocks, where those of loaded ones are kept.
-
-        disk: None = what leaves the arena is lost.
-        """
+        """disk: None = what leaves the arena is lost."""
         self._arena = arena
         self._disk = disk
         self._mover = mover
-        self._digests = digests
         self._saves: deque[_Save] = deque()
         self._saving: set[bytes] = set()
         self._loads: list[HostLoad] = []
@@ -163,6 +157,10 @@ class HostTier:
         self._wake: Callable[[], None] = _nothing
         self._save_lane = Lane("host saves")
         self._load_lane = Lane("host loads")
+
+    def wrap_mover(self, wrap: Callable[[BlockMover], BlockMover]) -> None:
+        """Wrap what moves blocks; call it before the first step."""
+        self._mover = wrap(self._mover)
 
     def on_progress(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on another thread, when `settle` or a load has something new."""
@@ -370,7 +368,6 @@ class HostTier:
         digests = copy([block.slot for block in blocks], block_ids)
         block_s = (time.perf_counter() - began_s) / len(blocks)
         self._block_s += _LEARNING_RATE * (block_s - self._block_s)
-        self._digests.keep(block_ids, digests)
         for block, digest in zip(blocks, digests, strict=True):
             if not self._arena.is_unchanged(block):
                 load.problem = "gone"

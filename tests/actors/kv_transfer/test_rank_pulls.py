@@ -30,7 +30,7 @@ from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
 from tests.actors.kv_transfer.rank_workers import CPU, NUM_BLOCKS, Worker, new_worker
 from tests.actors.kv_transfer.test_rank_pieces import OFFER, layout_of
-from tests.harness.asked_ranks import AskedRanks
+from tests.harness.asked_ranks import AskedRanks, beside_all
 
 NO_HOOK: Callable[[], None] = lambda: None  # noqa: E731
 
@@ -52,7 +52,7 @@ class Pulls:
         size = len(self.receiver.stores)
         self.pullers = [self._puller(rank) for rank in range(size)]
         works = [self._work(rank) for rank in range(size)]
-        with AskedRanks(works[1:]) as self.ranks:
+        with AskedRanks(beside_all(*works[1:])) as self.ranks:
             assert isinstance(self.receiver.pieces, RankPieces)
             own: Any = type("Own", (), {"do": staticmethod(works[0])})
             self.by_ranks = PullsByRanks(self.receiver.pieces, self.ranks.asides, own)
@@ -204,6 +204,43 @@ def test_a_piece_that_a_rank_fails_is_over_when_the_others_are(rank: int) -> Non
         moved.pulls.hooks = {}
         assert moved.pull()
         moved.check()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_no_rank_pulls_before_all_have_ended_steps_that_may_still_write_there(behind: int) -> None:
+    moved = Moved.drawn(2, 2, 2)
+    receiver = moved.pulls.receiver
+    receiver.pieces = RankPieces(
+        receiver.pieces.stores,  # type: ignore[attr-defined]
+        receiver.steps,
+        deadline_s=0.05,
+        num_threads=1,
+    )
+    other = receiver.stores[1].shared
+    assert other is not None
+
+    def end_step(rank: int) -> None:
+        if rank:
+            other.count_step()
+        else:
+            receiver.steps.num_ended = 1
+
+    receiver.steps.num_launched = 1
+    receiver.pieces.fence()
+    receiver.steps.num_launched = 2
+    end_step(1 - behind)
+
+    def refuse() -> None:
+        raise AssertionError("it was asked too early")
+
+    with moved.pulls.opened():
+        moved.pulls.hooks = {0: refuse, 1: refuse}
+        with pytest.raises(HandoffError, match=f"rank {behind} has ended 0 steps, not 1"):
+            moved.pull()
+        moved.pulls.hooks = {}
+        end_step(behind)
+        assert moved.pull()
+    moved.check()
 
 
 def test_a_rank_that_dies_in_a_pull_ends_the_worker() -> None:

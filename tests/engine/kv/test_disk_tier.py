@@ -69,7 +69,7 @@ class World:
         self.files = _files(path, num_bytes)
         self.disk = DiskTier(self.files, self.arena)
         mover = build_mover(self.store, self.arena.blocks)
-        self.tier = HostTier(self.arena, mover, self.store.digests, self.disk)
+        self.tier = HostTier(self.arena, mover, self.disk)
 
     def save(self, numbers: range) -> None:
         self.arena.note_hit()  # all is worth storing

@@ -36,7 +36,7 @@ class World:
         )
         assert self.arena.num_blocks == num_arena_blocks
         self.mover = StoppedMover(build_mover(self.store, self.arena.blocks))
-        self.tier = HostTier(self.arena, self.mover, self.store.digests)
+        self.tier = HostTier(self.arena, self.mover)
 
     def save(self, block_ids: Sequence[int]) -> None:
         self.tier.save([(block_id, name_of(block_id)) for block_id in block_ids])

@@ -12,10 +12,10 @@ import pytest
 
 from engine.errors import HandoffError, WorkerError
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import Aside, AsideThreads, Work
+from engine.ranks.asides import Aside, AsideThreads, Work, beside
 from engine.ranks.leading import Follower, LeadingExecutor, Stop
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
-from tests.harness.asked_ranks import PATIENCE_S, AskedRanks
+from tests.harness.asked_ranks import PATIENCE_S, AskedRanks, beside_all
 
 NO_REPORTS: Any = None
 NO_ROWS = StepPlan(
@@ -36,7 +36,7 @@ def says(rank: int) -> Work:
 def test_all_ranks_answer_what_many_threads_ask_at_once() -> None:
     """Answers longer than a report, and than a slot of the ring."""
     works = [random.randbytes(random.randrange(200_000)) for _ in range(12)]
-    with AskedRanks([says(1), says(2)]) as ranks, ThreadPoolExecutor(4) as threads:
+    with AskedRanks(beside_all(says(1), says(2))) as ranks, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda work: ranks.asides.ask(work, says(0)), works))
     assert found == [[bytes([rank]) + work for rank in range(3)] for work in works]
 
@@ -58,7 +58,7 @@ def test_an_error_is_raised_when_every_rank_has_ended_its_work(who: int) -> None
 
         return do
 
-    with AskedRanks([worker(1), worker(2)]) as ranks:
+    with AskedRanks(beside_all(worker(1), worker(2))) as ranks:
         with pytest.raises(HandoffError, match="no memory"):
             ranks.asides.ask(b"fail", worker(0))
         assert sum(is_over) == 2
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
         may_end.wait(PATIENCE_S)
         return b""
 
-    with AskedRanks([says(1), hang]) as ranks:
+    with AskedRanks(beside_all(says(1), hang)) as ranks:
 
         def own(_: bytes) -> bytes:
             assert begun.wait(PATIENCE_S)
@@ -91,7 +91,7 @@ def test_a_report_that_cannot_be_read_ends_its_rank_and_the_wait() -> None:
         ranks.readers[1].report_in_turn(b"no report")
         return b""
 
-    with AskedRanks([garble]) as ranks:
+    with AskedRanks(beside_all(garble)) as ranks:
         with pytest.raises(WorkerError, match="rank 1: its report cannot be taken"):
             ranks.asides.ask(b"", says(0))
         assert [(end.rank, end.is_dead) for end in ranks.ends] == [(1, False)]
@@ -111,7 +111,7 @@ def test_a_rank_that_cannot_answer_ends() -> None:
         failed.set()
 
     ring: Any = FullRing()
-    AsideThreads(ring, says(1), end).begin(Aside(0, b""))
+    AsideThreads(ring, {"heads": beside(says(1))}, end).begin(Aside(0, b""))
     assert failed.wait(PATIENCE_S)
     assert [str(failure) for failure in failures] == ["read nothing"]
 

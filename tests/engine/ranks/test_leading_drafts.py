@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.plan import StepPlan, StepResult
+from engine.ranks.asides import Aside, Asides
 from engine.ranks.leading import Follower, LeadingExecutor, StepCounts
 
 
@@ -103,3 +104,25 @@ def test_a_step_that_was_waited_for_has_ended_all_passes_before_it() -> None:
     assert steps.num_ended == 5
     passes[0].wait()  # its drafts were given, so nobody was in a hurry
     assert steps.num_ended == 5
+
+
+def test_work_beside_steps_begins_once_the_steps_have_ended_that_the_leader_had_ended() -> None:
+    """And before any step that the leader launches later."""
+    line, steps, events = Line(), StepCounts(), list[str]()
+    asides = Asides(line.write, lambda number: [])
+    leading = LeadingExecutor(
+        Noting("step", []), line, None, compare_every=64, patience_s=1.0, steps=steps
+    )  # type: ignore[arg-type]
+    first, _ = leading.launch(_plan(0)), leading.launch(_plan(1))
+    asides.begin(b"at once", "host tier", steps.num_ended)
+    first.wait()
+    asides.begin(b"later", "host tier", steps.num_ended)
+    leading.launch(_plan(2))
+    leading.stop()
+
+    def begin(aside: Aside) -> None:
+        events.append(aside.work.decode())
+
+    follower: Any = line
+    Follower(Noting("step", events), follower, print, None, begin).run()
+    assert events[:6] == ["step 0", "step 1", "at once", "wait step 0", "later", "step 2"]

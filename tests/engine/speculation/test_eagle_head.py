@@ -103,7 +103,7 @@ def test_no_answer_changes(
         for _ in range(2):
             assert_same(run(engine, asked), expected)
     assert engine.core.scheduler.statistics().num_preemptions > 0
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted < counts.num_drafted
     assert counts.num_drafted > 100
 

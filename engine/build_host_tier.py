@@ -1,0 +1,80 @@
+"""Builds what a worker has below its device cache: the host tier, and the disk tier below that.
+
+Of several ranks the first has it. The others store and load their parts of its blocks
+(engine/ranks/block_parts.py).
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import AppConfig
+from engine.kv.host.arena import HostArena
+from engine.kv.host.disk import DiskFiles
+from engine.kv.host.disk_tier import DiskTier
+from engine.kv.host.shared_file import name_for
+from engine.kv.host.tier import HostTier
+from engine.kv.layout import KvLayout
+from engine.kv.store import KvStore
+from engine.layers.context import Comm
+from engine.messages import Role
+from engine.ranks.block_parts import BlockParts, RankPart, share_arena
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BelowDevice:
+    """What takes the blocks that leave the device's cache."""
+
+    tier: HostTier | None = None  # None = they are lost, or rank 0 has it
+    parts: BlockParts | None = None  # of its blocks
+    part: RankPart | None = None  # of another rank than the first
+
+
+def build_below_device(
+    config: AppConfig, role: Role, block_key: bytes, store: KvStore, whole: KvLayout, comm: Comm
+) -> BelowDevice:
+    """Every rank calls it at the same point. Raises ConfigError if there is no room for the arena,
+    or it is another model's, and WorkerError if another rank could not take part.
+
+    A decode worker has none: its reservations look for blocks on the device only.
+    """
+    if config.cache.host_gib == 0 or role == "decode":
+        return BelowDevice()
+    if comm.rank.index > 0:
+        mover, parts = share_arena(comm, None, store, whole)
+        keeps = comm.rank.index in parts.keepers
+        return BelowDevice(parts=parts, part=RankPart(mover, keeps=keeps))
+    num_parts = BlockParts(whole, comm.rank.size).num_parts
+    described = whole if num_parts == 1 else (whole, num_parts)
+    fingerprint = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
+    arena = HostArena(
+        name_for(block_key),
+        num_bytes=int(config.cache.host_gib * 2**30),
+        block_bytes=num_parts * store.layout.block_bytes,
+        fingerprint=fingerprint,
+    )
+    try:
+        mover, parts = share_arena(comm, arena, store, whole)
+        disk = _build_disk_tier(config, block_key + fingerprint, arena)
+    except BaseException:
+        arena.close()  # else the file stays as long as this process, which lives on to say why
+        raise
+    logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
+    return BelowDevice(tier=HostTier(arena, mover, disk), parts=parts)
+
+
+def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskTier | None:
+    """owner: of the blocks; others' are not found. Raises ConfigError."""
+    if config.cache.disk_path is None:
+        return None
+    files = DiskFiles(
+        Path(config.cache.disk_path),
+        num_bytes=int(config.cache.disk_gib * 2**30),
+        block_bytes=arena.block_bytes,
+        namespace=hashlib.blake2b(owner, digest_size=16, person=b"disk tier").digest(),
+    )
+    logger.info("%s holds %d KV blocks from earlier", files.folder, files.num_blocks)
+    return DiskTier(files, arena)
