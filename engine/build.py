@@ -242,6 +242,7 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    num_own = comm.rank.size if spec.has_dp_attention else 1
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
@@ -251,18 +252,10 @@ def build_engine(
         executor = measured.executor
         stores = _share_stores(comm, role, spec, executor.kv_store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(
-            config,
-            role,
-            key,
-            executor.kv_store,
-            whole,
-            comm,
-            has_own_blocks=spec.has_dp_attention,
-        )
+        others = executor.kv_store, whole, comm
+        below = build_below_device(config, role, key, *others, has_own_blocks=num_own > 1)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    num_own = comm.rank.size if spec.has_dp_attention else 1
     num_blocks = executor.kv_store.num_blocks
     tiers = below.of_ranks(num_own, num_blocks)
     cache = _build_caches(config, num_blocks, tiers)
