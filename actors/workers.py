@@ -31,18 +31,17 @@ from engine.messages import (
 from engine.ranks.asides import Work
 from engine.ranks.rank import Rank
 
+if TYPE_CHECKING:
+    from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
+    from actors.kv_transfer.receiver import HandoffReceiver
+    from engine.build import Engine
+
 
 class UnifiedWorker(EngineWorker):
     """Prefills and decodes in one process; prompts ride along with decodes."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         super().__init__(EngineHost(spec, name, role, lambda host, engine: KvConnector()))
-
-
-if TYPE_CHECKING:
-    from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
-    from actors.kv_transfer.receiver import HandoffReceiver
-    from engine.build import Engine
 
 
 def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> "Give":

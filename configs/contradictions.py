@@ -43,6 +43,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
     model = config.model
     if model.device == "cpu" and model.deterministic:
         return "model.deterministic: needs model.device cuda; set one of the two"
+    if model.deterministic and config.execution.round_expert_inputs_from is not None:
+        return (
+            "execution.round_expert_inputs_from: with model.deterministic no inputs are rounded;"
+            " leave out one of the two"
+        )
     if model.device == "cpu" and config.execution.cuda_graphs:
         return "execution.cuda_graphs: needs model.device cuda; set one of the two"
     if model.device == "cpu" and model.dtype == "float16":
@@ -59,12 +64,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
         return (
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
-        )
-    drafter = config.speculation.drafter
-    if cache.kv_dtype != "auto" and drafter in _READING_STATES:
-        return (
-            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter {drafter}, which keeps"
-            " hidden states in the model's dtype beside K and V; set it to auto, or another drafter"
         )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
@@ -107,10 +106,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap:
+    exchanges = config.workers.expert_exchange_min_tokens is not None
+    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap and exchanges:
         return (
-            "execution.enable_two_batch_overlap: steps of two batches keep no states of inner"
-            " layers for speculation.drafter eagle3; set it to false, or another drafter"
+            "execution.enable_two_batch_overlap: with workers.expert_exchange_min_tokens steps of"
+            " two batches keep no states of inner layers for speculation.drafter eagle3; set it to"
+            " false, leave that out, or set another drafter"
         )
     if config.model.attention.mask is not None:
         return (
@@ -199,12 +200,6 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             "handoff.pull_by_ranks: no prefill or decode worker has several ranks; set one of"
             " workers.*tensor_parallel_size above 1, or this to false"
         )
-    if size > 2 and config.model.deterministic:
-        return (
-            f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
-            " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
-            " to false"
-        )
     if size > 1 and config.model.device == "cuda" and workers.num_gpus != 1:
         return (
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
@@ -238,30 +233,14 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
     workers, laps, key = config.workers, config.laps, "workers.enable_dp_attention"
     if not workers.expert_parallel:
         return f"{key}: ranks share whole experts; set expert_parallel to true, or this to false"
-    if workers.prefill > 0:
+    if config.handoff.pull_by_ranks:
         return (
-            f"{key}: with prefill and decode workers it is not supported yet, because KV moves"
-            " between workers, not ranks; set workers.unified instead, or this to false"
+            f"{key}: with handoff.pull_by_ranks it is not supported, because a request's KV is on"
+            " one rank, not in heads of all; set one of the two to false"
         )
     if workers.expert_exchange_min_tokens is not None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
-        )
-    if config.cache.host_gib > 0:
-        return (
-            f"cache.host_gib: {config.cache.host_gib:g} with {key} is not supported yet, because"
-            " each rank has blocks of its own; set cache.host_gib to 0, or the other to false"
-        )
-    if config.speculation.drafter not in ("none", "ngram"):
-        return (
-            f"{key}: with speculation.drafter {config.speculation.drafter} it is not supported yet,"
-            " because what drafts would need rows on every rank; set ngram or none, or this to"
-            " false"
-        )
-    if config.speculation.max_graph_tokens > 0:
-        return (
-            f"{key}: with speculation.max_graph_tokens it is not supported yet, because ranks have"
-            " other numbers of drafts; set it to 0, or this to false"
         )
     if config.execution.enable_two_batch_overlap:
         return (
@@ -272,11 +251,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"
             " other grids; leave the latter out, or set this to false"
-        )
-    if config.model.deterministic:
-        return (
-            f"{key}: with model.deterministic the order of sums would depend on the other ranks'"
-            " rows; set one of the two to false"
         )
     return None
 

@@ -193,9 +193,15 @@ class ExecutionConfig(_Section, frozen=True):
     # above, of rows without drafts, and how far the second batch lags follows from the share of
     # communication.
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | Measured | None = None
+    # In steps of so many tokens or more, inputs of experts in FP8 or in integers of 4 bits are
+    # rounded to FP8, on Hopper; None = never, as how fast that is has not been measured yet.
+    round_expert_inputs_from: Positive | None = None
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
     expert_load_steps: Annotated[int, Meta(ge=0)] = 0
+    # So many threads compute the masks of structured output, which a step waits for: 10 us to 2 ms
+    # a row, of 150,000 tokens. auto = 1 on a CPU, else a quarter of the cores, up to 8.
+    mask_threads: Annotated[int, Meta(ge=1, le=64)] | Auto = 1
 
 
 class SpeculationConfig(_Section, frozen=True):
@@ -296,12 +302,11 @@ class WorkersConfig(_Section, frozen=True):
     # still for so long.
     stall_s: Seconds = 60.0
 
-    @property
-    def expert_sharing(
-        self,
+    def expert_sharing_of(
+        self, num_ranks: int
     ) -> Literal["units", "experts", "exchanged", "gathered", "dp_attention"]:
-        """What of the experts a rank holds; see `ExpertSharing`."""
-        if self.enable_dp_attention:
+        """What of the experts a rank of so many holds; see `ExpertSharing`."""
+        if self.enable_dp_attention and num_ranks > 1:
             return "dp_attention"
         if not self.expert_parallel:
             return "units"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.build_drafting import build_drafting, build_head
-from engine.build_host_tier import BelowDevice, build_below_device
+from engine.build_drafting import RankDrafting, build_drafting, build_head
+from engine.build_host_tier import BelowDevice, OwnTier, build_below_device
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -30,9 +30,9 @@ from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
-from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
+from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
 from engine.model_folder import read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -60,6 +60,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -82,9 +83,10 @@ class Engine:
     executor: Executor
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
-    outgoing: OutgoingHandoffs
+    outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
     below_device: BelowDevice  # the host tier, or this rank's part of it
     core: EngineCore
+    draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
 
@@ -106,15 +108,26 @@ class Engine:
         return self.core.scheduler
 
     @property
-    def draft_model(self) -> DraftModel | None:
-        """The model or head that drafts; None = none does."""
-        drafter = self.core.scheduler.drafting.drafter
-        return drafter if isinstance(drafter, DraftModel) else None
+    def joining_ranks(self) -> list[JoiningRank]:
+        """Where requests may join whose KV comes: with DP attention one for each rank."""
+        scheduler, cache = self.core.scheduler, self.cache
+        if isinstance(scheduler, DpScheduler) and isinstance(cache, RankCaches):
+            pairs = zip(cache.of_rank, scheduler.of_rank, strict=True)
+            return [
+                JoiningRank(cache=own, scheduler=of_rank, first_block=cache.first_block(rank))
+                for rank, (own, of_rank) in enumerate(pairs)
+            ]
+        return [JoiningRank(cache=self.shared_cache, scheduler=self.shared_scheduler)]
+
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether each of several ranks has blocks of its own."""
+        return isinstance(self.cache, RankCaches)
 
     @property
     def drafting_executor(self) -> DraftingExecutor | None:
-        """Of its passes."""
-        return None if self.draft_model is None else self.draft_model.executor
+        """Of `draft_passes`."""
+        return None if self.draft_passes is None else self.draft_passes.executor
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -135,6 +148,7 @@ class Engine:
             num_preemptions_for_others=counts.num_preemptions_for_others,
             speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
+            two_batches=self._overlap_load(),
         )
 
     def expert_totals(self) -> ExpertTotals | None:
@@ -143,6 +157,11 @@ class Engine:
         if loads is None or loads.newest is None:
             return None
         return ExpertTotals(**dataclasses.asdict(loads.newest))
+
+    def _overlap_load(self) -> OverlapLoad | None:
+        if not self.executor.may_split:
+            return None
+        return OverlapLoad(**dataclasses.asdict(self.executor.two_batches.statistics()))
 
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
@@ -223,24 +242,26 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    num_own = comm.rank.size if spec.has_dp_attention else 1
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
-        moves = comm.rank.size > 1 and role != "unified"
+        others = grammars, clock, comm
+        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
         executor = measured.executor
-        stores = share_stores(comm, executor.kv_store, whole) if moves else ()
+        stores = _share_stores(comm, role, spec, executor.kv_store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(config, role, key, executor.kv_store, whole, comm)
+        others = executor.kv_store, whole, comm
+        below = build_below_device(config, role, key, *others, has_own_blocks=num_own > 1)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    cache = _build_caches(config, spec, executor.kv_store.num_blocks, below.tier)
+    num_blocks = executor.kv_store.num_blocks
+    tiers = below.of_ranks(num_own, num_blocks)
+    cache = _build_caches(config, num_blocks, tiers)
     hasher = _build_hasher(key, model_fingerprint, layout)
-    # With DP attention nothing is handed over: the first rank's stands for none.
-    first = cache if isinstance(cache, BlockCache) else cache.of_rank[0]
-    outgoing = OutgoingHandoffs(first, notify)
-    parts = max_model_len, cache, hasher, outgoing, below.tier, drafting
+    outgoing = _build_outgoing(cache, notify)
+    parts = max_model_len, cache, hasher, outgoing, tiers, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -256,9 +277,19 @@ def build_engine(
         outgoing=outgoing,
         below_device=below,
         core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
     )
+
+
+def _share_stores(
+    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+) -> tuple[RankStore, ...]:
+    """Those of all ranks, on rank 0 of several that move blocks."""
+    if comm.rank.size == 1 or role == "unified":
+        return ()
+    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:
@@ -324,8 +355,7 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
-    if executor.expert_loads is not None:
-        executor.expert_loads.reset()
+    _forget_counts(executor)
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
@@ -340,6 +370,14 @@ def _build_measured(
     )
 
 
+def _forget_counts(executor: Executor) -> None:
+    """Count steps from here on: those so far nobody asked for."""
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
+    if executor.may_split:
+        executor.two_batches.reset()
+
+
 def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
     if disk is None:
         return None
@@ -352,22 +390,32 @@ def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> D
 
 
 def _build_caches(
-    config: AppConfig, spec: ModelSpec, num_blocks: int, host_tier: HostTier | None
+    config: AppConfig, num_blocks: int, tiers: Sequence[OwnTier]
 ) -> BlockCache | RankCaches:
-    """num_blocks: of one rank."""
-    if not spec.has_dp_attention:
-        return _build_cache(config, num_blocks, host_tier)
-    num_ranks = config.workers.tensor_parallel_size
-    return RankCaches([_build_cache(config, num_blocks, None) for _ in range(num_ranks)])
+    """tiers: of each rank with blocks of its own, each `num_blocks`."""
+    caches = [_build_cache(config, num_blocks, tier) for tier in tiers]
+    return caches[0] if len(caches) == 1 else RankCaches(caches)
 
 
-def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:
+def _build_cache(config: AppConfig, num_blocks: int, host_tier: OwnTier) -> BlockCache:
     return BlockCache(
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
         on_evict=None if host_tier is None else host_tier.save,
     )
+
+
+def _build_outgoing(
+    cache: BlockCache | RankCaches, notify: Callable[[OutgoingEvent], None]
+) -> OutgoingHandoffs | OutgoingOfRanks:
+    if isinstance(cache, BlockCache):
+        return OutgoingHandoffs(cache, notify)
+    of_rank = [
+        OutgoingHandoffs(own, notify, first_block=cache.first_block(rank))
+        for rank, own in enumerate(cache.of_rank)
+    ]
+    return OutgoingOfRanks(of_rank)
 
 
 def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
@@ -390,13 +438,15 @@ def _build_scheduler(
     max_model_len: int,
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
-    outgoing: OutgoingHandoffs,
-    host_tier: HostTier | None,
-    drafting: Drafting,
+    outgoing: OutgoingHandoffs | OutgoingOfRanks,
+    tiers: Sequence[OwnTier],
+    drafting: RankDrafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache) -> Scheduler:
+    def over(
+        own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting, tier: OwnTier
+    ) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -407,12 +457,15 @@ def _build_scheduler(
             laps=measured.limits.laps,
             graph_token_sizes=measured.graph_token_sizes,
             drafting=drafting,
-            host_tier=host_tier,
+            host_tier=tier,
         )
 
-    if isinstance(cache, BlockCache):
-        return over(cache)
-    return DpScheduler([over(own) for own in cache.of_rank], cache, hasher, block_size)
+    if isinstance(outgoing, OutgoingHandoffs):
+        assert isinstance(cache, BlockCache), "both are of one rank"
+        return over(cache, outgoing, drafting.of_rank[0], tiers[0])
+    assert isinstance(cache, RankCaches), "both are of several"
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank, tiers))
+    return DpScheduler(schedulers, cache, hasher, block_size, drafting.launch_queued)
 
 
 def _build_core(

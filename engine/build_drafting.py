@@ -1,9 +1,12 @@
 """Builds what drafts for one worker's requests: n-grams, a smaller model, or a head of the model.
 
-A model or a head drafts on an executor of its own, with as many blocks as the target's.
+A model or a head drafts on an executor of its own, with as many blocks as the target's. With DP
+attention it has books for each rank, whose passes are launched together; of a head with experts the
+ranks share these, and all else of what drafts is whole on each rank.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -11,10 +14,11 @@ import msgspec
 from configs.schema import AppConfig, SpeculationConfig
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
+from engine.core import DraftingExecutor
 from engine.errors import ConfigError
 from engine.kv.features import FeaturePlanes
 from engine.kv.store import KvStore
-from engine.layers.context import Comm
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.model_folder import drafter_folder, load_scales, rank_layout
 from engine.models.eagle3 import build_eagle3, read_eagle3
 from engine.models.feature_head import FeatureHead
@@ -23,16 +27,16 @@ from engine.models.mtp import build_mtp
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.shared_stores import part_of
-from engine.runner.executor import Executor
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured import Measured
 from engine.runner.replica import DTYPES, Replica
-from engine.scheduling.drafting import Drafting
+from engine.scheduling.drafting import DraftCounts, Drafting
 from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
 from engine.speculation.feature_drafter import FeatureDrafter
 from engine.speculation.ngram import NgramRules
+from engine.speculation.rank_passes import JoinedPasses, OwnPasses
 from engine.speculation.rules import DEFAULT_RULES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,6 +50,7 @@ def build_head(
     target: of the whole model.
     """
     folder, model, rank = drafter_folder(config), replica.model, comm.rank
+    own = SINGLE_RANK if target.has_dp_attention else comm
     ops, is_deterministic = build_ops(model.device), config.model.deterministic
     match config.speculation.drafter:
         case "eagle3":
@@ -57,7 +62,7 @@ def build_head(
                 ops=ops,
                 max_model_len=model.rotary.max_tokens,
                 is_deterministic=is_deterministic,
-                rank=rank,
+                rank=own.rank,
             )
         case "mtp":
             head = build_mtp(
@@ -67,14 +72,55 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(_planes(store, head, target, comm)))
+    given = head, target, model, own
+    replica.keep_exports(lambda store: TokenFeatures(_planes(store, *given)))
     return head
 
 
-def _planes(store: KvStore, head: FeatureHead, target: ModelSpec, comm: Comm) -> FeaturePlanes:
-    """target: of the whole model; store: of this rank."""
+def _planes(
+    store: KvStore, head: FeatureHead, target: ModelSpec, model: CausalLM, comm: Comm
+) -> FeaturePlanes:
+    """target: of the whole model, of which `model` is this rank's part; store: of this rank.
+
+    comm: to the ranks with other heads of it.
+    """
     whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
-    return FeaturePlanes(store, head.width, part=part_of(comm.rank, whole), comm=comm)
+    return FeaturePlanes(store, head.width, model.dtype, part=part_of(comm.rank, whole), comm=comm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDrafting:
+    """What drafts for the requests of one worker."""
+
+    of_rank: list[Drafting]  # of each rank with requests of its own; of ranks that share all, one
+    passes: DraftModel | JoinedPasses | None  # what a model or head computes; None = none drafts
+
+    def launch_queued(self) -> None:
+        """Launch the passes that ranks with requests of their own have queued for all of them."""
+        if isinstance(self.passes, JoinedPasses):
+            self.passes.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """What drafts are for."""
+
+    config: AppConfig
+    spec: ModelSpec  # of the whole model
+    measured: Measured
+    grammars: Grammars
+    comm: Comm
+    holds: bool
+
+    @property
+    def num_own(self) -> int:
+        """Ranks with requests of their own; 1 = they share all."""
+        return self.comm.rank.size if self.spec.has_dp_attention else 1
+
+    def comm_of(self, drafting: ModelSpec) -> Comm:
+        """To the ranks that share what drafts; each of DP attention has all of it but experts."""
+        is_whole = self.spec.has_dp_attention and not drafting.has_dp_attention
+        return SINGLE_RANK if is_whole else self.comm
 
 
 def build_drafting(
@@ -83,143 +129,155 @@ def build_drafting(
     measured: Measured,
     grammars: Grammars,
     clock: Clock,
+    comm: Comm,
     *,
     holds: bool,
-) -> Drafting:
+) -> RankDrafting:
     """The drafts of one worker's requests; none unless the configuration names a drafter.
 
-    holds: as of `Drafting`.
+    holds: as of `Drafting`. comm: to the ranks that launch the same plans.
     """
     asked = config.speculation
-    drafter: Drafter
+    target = _Target(
+        config=config, spec=spec, measured=measured, grammars=grammars, comm=comm, holds=holds
+    )
     if asked.drafter == "none":
-        return Drafting(None, None, holds=holds)
-    if measured.head is not None:
-        given = config, spec, measured.head, measured, grammars, clock
-        drafter = _build_feature_drafter(*given, holds=holds)
-    elif asked.model_path is not None:
-        others = spec, measured, grammars, clock
-        drafter = _build_draft_model(config, asked.model_path, *others, holds=holds)
-    else:
-        rules = NgramRules(max_corpus_tokens=asked.max_corpus_tokens)
-        on_device = asked.ngrams_on_device and holds and measured.executor.can_plan_ahead
-        if on_device:
-            measured.executor.look_up_drafts(min_match=rules.min_match, max_match=rules.max_match)
-        drafter = RequestNgrams(rules, on_device=on_device)
-    return Drafting(
-        drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
+        return RankDrafting(
+            of_rank=[Drafting(None, None, holds=holds)] * target.num_own, passes=None
+        )
+    policy, counts = build_policy(asked), DraftCounts()
+
+    def drafting(drafter: Drafter) -> Drafting:
+        sizes = measured.verify_token_sizes
+        return Drafting(drafter, policy, holds=holds, graph_tokens=sizes, counts=counts)
+
+    if asked.drafter == "ngram":
+        return RankDrafting(of_rank=[drafting(_build_ngrams(target))] * target.num_own, passes=None)
+    executor, build = (
+        _build_feature_drafter(target) if measured.head else _build_draft_model(target)
+    )
+    if target.num_own == 1:
+        drafter = build(executor, clock)
+        return RankDrafting(of_rank=[drafting(drafter)], passes=drafter)
+    passes = JoinedPasses(executor, target.num_own)
+    return RankDrafting(
+        of_rank=[drafting(build(own, clock)) for own in passes.of_rank], passes=passes
     )
 
 
-def _build_draft_model(
-    config: AppConfig,
-    path: str,
-    spec: ModelSpec,
-    measured: Measured,
-    grammars: Grammars,
-    clock: Clock,
-    *,
-    holds: bool,
-) -> DraftModel:
+def _build_ngrams(target: _Target) -> RequestNgrams:
+    asked, executor = target.config.speculation, target.measured.executor
+    rules = NgramRules(max_corpus_tokens=asked.max_corpus_tokens)
+    on_device = asked.ngrams_on_device and target.holds and executor.can_plan_ahead
+    if on_device:
+        executor.look_up_drafts(min_match=rules.min_match, max_match=rules.max_match)
+    return RequestNgrams(rules, on_device=on_device)
+
+
+# From what launches one rank's passes, and a clock.
+_BuildDrafter = Callable[[DraftingExecutor, Clock], DraftModel]
+
+
+def _build_draft_model(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
     """An executor like the target's over the smaller model, with as many blocks."""
-    own = load_spec(Path(path))
+    path = target.config.speculation.model_path
+    assert path is not None, "draft_model has one"
+    own, spec = load_spec(Path(path)), target.spec
     if own.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
-    replica = _drafting_replica(config, path, own, None, measured, grammars)
-    executor = _build_drafting_executor(replica, measured.executor, holds=holds)
-    return DraftModel(
-        executor,
-        num_blocks=measured.executor.kv_store.num_blocks,
-        block_size=config.cache.block_size,
-        max_model_len=replica.max_row_tokens,
-        max_tokens=measured.sizes.max_tokens,
-        now_s=clock.now_s,
-        can_propose_ahead=_gives_drafts(executor),
-    )
+    replica = _drafting_replica(target, path, own, None)
+    return _build_passes(target, replica, own, DraftModel)
 
 
-def _build_feature_drafter(
-    config: AppConfig,
-    spec: ModelSpec,
-    head: FeatureHead,
-    measured: Measured,
-    grammars: Grammars,
-    clock: Clock,
-    *,
-    holds: bool,
-) -> FeatureDrafter:
+def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
     """An executor over the head, which reads and writes vectors in the target's store."""
-    planes = _planes(measured.executor.kv_store, head, spec, measured.executor.comm)
+    head, executor = target.measured.head, target.measured.executor
+    assert head is not None, "built with the target"
+    own = SINGLE_RANK if target.spec.has_dp_attention else target.comm
+    planes = _planes(executor.kv_store, head, target.spec, executor.model, own)
     head.read_from(planes)
-    path, block_size = str(drafter_folder(config)), config.cache.block_size
-    given = config, path, head.spec, head.model
-    replica = _drafting_replica(*given, measured, grammars)
-    replica.keep_exports(lambda _: NextFeatures(planes, block_size))
-    executor = _build_drafting_executor(replica, measured.executor, holds=holds)
-    return FeatureDrafter(
-        executor,
-        num_blocks=measured.executor.kv_store.num_blocks,
-        block_size=block_size,
-        max_model_len=replica.max_row_tokens,
-        max_tokens=measured.sizes.max_tokens,
-        now_s=clock.now_s,
-        can_propose_ahead=_gives_drafts(executor),
-    )
+    replica = _drafting_replica(target, str(drafter_folder(target.config)), head.spec, head.model)
+    replica.keep_exports(lambda _: NextFeatures(planes, target.config.cache.block_size))
+    return _build_passes(target, replica, head.spec, FeatureDrafter)
 
 
-def _build_drafting_executor(replica: Replica, target: Executor, *, holds: bool) -> Executor:
-    """Its drafts stay on the device, if steps overlap (`holds`) and can be planned ahead."""
-    if holds and target.can_plan_ahead:
-        replica.draft_for(target)
-    return replica.build_executor()
+def _build_passes(
+    target: _Target, replica: Replica, spec: ModelSpec, kind: type[DraftModel]
+) -> tuple[DraftingExecutor, _BuildDrafter]:
+    """What runs all ranks' passes, and what builds the books of one rank's."""
+    measured = target.measured
+    if target.holds and measured.executor.can_plan_ahead:
+        replica.draft_for(measured.executor)  # drafts stay on the device
+    executor = replica.build_executor()
+    can_propose_ahead = executor.guesses is not None and executor.can_plan_ahead
 
+    def build(passes: DraftingExecutor, clock: Clock) -> DraftModel:
+        return kind(
+            passes,
+            num_blocks=measured.executor.kv_store.num_blocks,
+            block_size=target.config.cache.block_size,
+            max_model_len=replica.max_row_tokens,
+            max_tokens=measured.sizes.max_tokens,
+            now_s=clock.now_s,
+            can_propose_ahead=can_propose_ahead,
+        )
 
-def _gives_drafts(drafter: Executor) -> bool:
-    """Whether drafts get into the target's steps without the host."""
-    return drafter.guesses is not None and drafter.can_plan_ahead
+    if target.num_own > 1 and not spec.has_dp_attention:
+        return OwnPasses(executor, target.comm.rank.index), build
+    return executor, build
 
 
 def _drafting_replica(
-    config: AppConfig,
-    path: str,
-    spec: ModelSpec,
-    model: CausalLM | None,
-    measured: Measured,
-    grammars: Grammars,
+    target: _Target, path: str, spec: ModelSpec, model: CausalLM | None
 ) -> Replica:
-    """Like the target's, with as many blocks, for another model, which the same ranks share.
+    """Like the target's, with as many blocks, for another model.
 
-    spec: of the whole model; model: the rank's part, None = load it.
+    spec: of the whole model; model: the rank's part, None = load it. A model that is given is a
+    head, whose K and V have no scales: they stay as they are computed.
     """
-    target, comm = measured.executor, measured.executor.comm
+    config, executor, comm = target.config, target.measured.executor, target.comm_of(spec)
     length = model.rotary.max_tokens if model is not None else None
     own = msgspec.structs.replace(
         config.model,
         path=path,
         max_model_len=length,
-        dtype=_NAMES[target.model.dtype],
+        dtype=_NAMES[executor.model.dtype],
         weights="safetensors",
         quantization="auto",
     )
-    num_blocks = target.kv_store.num_blocks
+    num_blocks = executor.kv_store.num_blocks
     replaced = msgspec.structs.replace(
         config,
         model=own,
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        cache=msgspec.structs.replace(
+            config.cache,
+            num_blocks=num_blocks,
+            kv_scales=None,
+            kv_dtype=config.cache.kv_dtype if model is None else "auto",
+        ),
         execution=msgspec.structs.replace(
             config.execution,
             expert_load_steps=0,
             dual_stream_token_threshold=0,
             enable_two_batch_overlap=False,
+            round_expert_inputs_from=None,
         ),
         speculation=SpeculationConfig(),
     )
+    if model is None:  # whatever the target's experts are
+        workers = msgspec.structs.replace(
+            config.workers,
+            expert_parallel=False,
+            enable_dp_attention=False,
+            expert_exchange_min_tokens=None,
+        )
+        replaced = msgspec.structs.replace(replaced, workers=workers)
     kv_scales = load_scales(replaced, spec)
     layout, part = rank_layout(replaced, spec, comm.rank, kv_scales), spec.of_rank(comm.rank)
-    given = replaced, part, layout, measured.sizes, model, grammars
+    given = replaced, part, layout, target.measured.sizes, model, target.grammars
     return Replica(*given, comm=comm, kv_scales=kv_scales)
 
 

@@ -152,6 +152,7 @@ class StepScheduler(Protocol):
     def drafting(self) -> Drafting: ...
     @property
     def is_held_for_drafts(self) -> bool: ...
+    def count_idle(self, seconds: float) -> None: ...
     @property
     def costs(self) -> StepCosts: ...
     @property
@@ -255,7 +256,7 @@ class EngineCore:
         plan = self.scheduler.plan(self._clock.now_s())
         planned_s = self._times.end(Phase.PLAN)
         if plan is not None and self._idle_since_s is not None:
-            self.scheduler.drafting.count_idle(planned_s - self._idle_since_s)
+            self.scheduler.count_idle(planned_s - self._idle_since_s)
         self._idle_since_s = None
         if plan is not None:
             start_s = max(self._clock.now_s(), self._busy_until_s)

@@ -367,6 +367,16 @@ class SpeculationLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_stops: int = 0
 
 
+class OverlapLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of a worker's steps were computed as two batches, since the worker started."""
+
+    num_steps: int  # that replayed no graph, whole or split
+    num_split_prompts: int  # of these, with prompts and split
+    num_split_decodes: int  # of these, without prompts and split
+    num_two_chunk: int  # of the split ones: a prompt was cut
+    num_replayed: int  # steps beside these, which replayed a graph of two batches
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is; sent with every step message and at least every 100 ms."""
 
@@ -386,6 +396,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
     speculation: SpeculationLoad | None = None  # None = it has no drafter
     host_tier: HostTierLoad | None = None  # None = it has none
+    two_batches: OverlapLoad | None = None  # None = it splits no step
     is_draining: bool = False  # it refuses what another worker can take
 
 

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 
 
 @cache
@@ -17,3 +18,16 @@ def pdl_supported(device: torch.device) -> bool:
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def prefetch(pointers) -> None:
+    """Fetch the cache lines of `pointers` to L2; before the wait too, as nothing is read."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -14,6 +14,8 @@ _RECORDS = (
     "engine.plan",
     "engine.cost_model",
     "engine.length_class",
+    "engine.rank_choice",
+    "engine.turns",
 )
 _WORDS = (*_RECORDS, "engine.messages")
 
@@ -33,6 +35,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.plan": ("engine.request",),
     "engine.cost_model": (),
     "engine.length_class": (),
+    "engine.rank_choice": (),
+    "engine.turns": (),
     "engine.messages": (*_RECORDS, "engine.kv.layout", "engine.kv.hashes"),
     # -- engine: text
     "engine.text": (*_WORDS, "engine.file_checks"),
@@ -48,7 +52,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
-    "engine.speculation.draft_model": ("engine.core", "engine.plan", "engine.request"),
+    "engine.speculation.draft_model": (
+        "engine.core",
+        "engine.plan",
+        "engine.request",
+        "engine.turns",
+    ),
+    "engine.speculation.rank_passes": ("engine.core", "engine.plan"),
     "engine.speculation.feature_drafter": ("engine.speculation.draft_model",),
     "engine.scheduling": (
         *_WORDS,
@@ -77,6 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.request",
         "engine.speculation.controller",
         "engine.speculation.ngram",
+        "engine.turns",
     ),
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
@@ -110,6 +121,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.ranks.rank",
         "kernels.comm",
     ),
+    "engine.ranks.own_moves": ("engine.kv", "engine.ranks"),
     "engine.ranks.block_parts": ("engine.kv", "engine.layers.context", "engine.ranks"),
     "engine.models": (
         "kernels",
@@ -258,6 +270,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "actors.kv_transfer.channels",
         "actors.kv_transfer.device_copies",
         "actors.kv_transfer.kv_pieces",
+        "actors.kv_transfer.own_blocks",
         "actors.kv_transfer.rank_links",
         "actors.kv_transfer.rank_pieces",
         "actors.kv_transfer.rank_pulls",

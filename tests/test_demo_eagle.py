@@ -44,4 +44,4 @@ def test_the_script_makes_a_head_that_drafts(tmp_path: Path) -> None:
     plain = start_engine(cache__num_blocks=64)
     asked = [(list(range(40, 60)), GREEDY)]
     assert answer(engine, asked)[0].tokens == answer(plain, asked)[0].tokens
-    assert engine.core.scheduler.draft_counts.num_drafted > 0
+    assert engine.core.scheduler.drafting.counts.num_drafted > 0

@@ -24,7 +24,7 @@ from actors.observability.recent_ttft import ClassTtft
 from actors.routing.worker_links import WorkerLink
 from configs.schema import LapsConfig
 from engine.length_class import LengthClass
-from engine.messages import LapsStatus, Role, SpeculationLoad
+from engine.messages import LapsStatus, OverlapLoad, Role, SpeculationLoad
 
 LIBRARIES = ("marked.umd.js", "purify.min.js")
 LIBRARIES_GO_HERE = b"<!-- libraries -->\n"
@@ -99,6 +99,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int = 0  # free or evictable
     num_blocks: int = 0
     speculation: SpeculationLoad | None = None  # None = it has no drafter
+    two_batches: OverlapLoad | None = None  # None = it splits no step
 
 
 class LapsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,4 +158,5 @@ def _report(link: WorkerLink) -> WorkerReport:
         num_free_blocks=load.num_free_blocks,
         num_blocks=load.num_blocks,
         speculation=load.speculation,
+        two_batches=load.two_batches,
     )

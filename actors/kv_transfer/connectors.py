@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 
 from actors.kv_transfer.channels.worker_channels import (
     ByRanks,
     KvPieces,
+    OwnBlockPieces,
+    Pieces,
     WorkerChannels,
     device_channels,
 )
@@ -29,7 +31,7 @@ from actors.worker.kv_connector import KvConnector
 from actors.worker.token_streams import TokenStreams
 from configs.schema import AppConfig
 from engine.build import Engine
-from engine.kv.transfer import BlockTerms, IncomingHandoffs, OutgoingEvent
+from engine.kv.transfer import BlockTerms, DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
 from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank
@@ -112,10 +114,10 @@ class AnnouncedJoins:
     """A scheduler that announces to the ingress when its request joins, which ends the handoff."""
 
     def __init__(
-        self, engine: Engine, streams: TokenStreams, loop: asyncio.AbstractEventLoop
+        self, scheduler: DecodeScheduler, streams: TokenStreams, loop: asyncio.AbstractEventLoop
     ) -> None:
         """loop: that of `streams`; everything else here is called on the engine thread."""
-        self._scheduler = engine.shared_scheduler
+        self._scheduler = scheduler
         self._streams = streams
         self._loop = loop
 
@@ -148,11 +150,13 @@ class ReceivingConnector(KvConnector):
     """Connects a decode worker: it reserves blocks, receives KV and starts requests on it."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
-        config = host.config
+        config, loop = host.config, asyncio.get_running_loop()
         self._incoming = IncomingHandoffs(
-            engine.shared_cache,
+            [
+                replace(rank, scheduler=AnnouncedJoins(rank.scheduler, host.streams, loop))
+                for rank in engine.joining_ranks
+            ],
             hasher=engine.hasher,
-            scheduler=AnnouncedJoins(engine, host.streams, asyncio.get_running_loop()),
             identity=host.identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,
@@ -222,16 +226,18 @@ def _linking(config: AppConfig, namespace: str, name: str, pieces: KvPieces) -> 
     return Linking(wires=wires, ask=RankCalls(namespace, timeout_s).ask, reader=name)
 
 
-def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
+def _pieces(host: EngineHost, engine: Engine) -> Pieces:
     """Of this worker's store, or of its ranks' stores."""
     handoff = host.config.handoff
     if not engine.rank_stores:
         return KvPieces(engine.kv_store, names_blocks=handoff.pull_by_ranks)
     given = engine.rank_stores, host.steps, handoff.transfer_deadline_s
+    if engine.has_own_blocks:
+        return OwnBlockPieces(*given)
     return RankPieces(*given, names_blocks=handoff.pull_by_ranks)
 
 
-def _channels(host: EngineHost, engine: Engine, pieces: KvPieces | RankPieces) -> WorkerChannels:
+def _channels(host: EngineHost, engine: Engine, pieces: Pieces) -> WorkerChannels:
     config, deployment_hash = host.config, host.name.rpartition(".")[2]
     return WorkerChannels(
         RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
@@ -240,11 +246,15 @@ def _channels(host: EngineHost, engine: Engine, pieces: KvPieces | RankPieces) -
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
         device=device_channels(pieces, config.handoff),
-        by_ranks=_by_ranks(host, engine, pieces) if config.handoff.pull_by_ranks else None,
+        by_ranks=_by_ranks(host, engine, pieces),
     )
 
 
-def _by_ranks(host: EngineHost, engine: Engine, pieces: KvPieces | RankPieces) -> ByRanks:
+def _by_ranks(host: EngineHost, engine: Engine, pieces: Pieces) -> ByRanks | None:
+    """None = rank 0 moves the heads of all ranks."""
+    if not host.config.handoff.pull_by_ranks:
+        return None
+    assert not isinstance(pieces, OwnBlockPieces), "refused with DP attention"
     size, whole = max(1, len(engine.rank_stores)), engine.whole_layout
     if host.role == "prefill":
         names = [host.name, *(rank_name(host.name, rank) for rank in range(1, size))]

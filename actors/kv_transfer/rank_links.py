@@ -149,6 +149,7 @@ class HeadGiver:
         self._pieces = pieces
         self._wires = wires
         self._open: dict[str, tuple[str, Wire]] = {}  # key -> its reader, and the wire
+        self._changing = threading.Lock()  # of `_open`; nothing waits for a wire with it
 
     def do(self, order: bytes) -> PieceBytes | None:
         """Does what a rank of a receiver asks. Raises HandoffError, WorkerError."""
@@ -157,9 +158,10 @@ class HeadGiver:
                 given: PieceBytes = self._read(heads, torch.device("cpu")).view(-1).numpy()
                 return given
             case OpenWire(kind, epoch, key, reader):
-                for old in [old for old, (whose, _) in self._open.items() if whose == reader]:
-                    self._close(old)
-                self._open[key] = reader, self._wires.opened(kind, epoch, key, SENDER_RANK)
+                self._close_those_of(reader)
+                wire = self._wires.opened(kind, epoch, key, SENDER_RANK)
+                with self._changing:
+                    self._open[key] = reader, wire
             case SendHeads(key, heads):
                 self._send(key, heads)
             case CloseWire(key):
@@ -168,9 +170,10 @@ class HeadGiver:
 
     def _send(self, key: str, heads: Heads) -> None:
         """A failure closes the wire, so that the reader does not wait."""
-        if key not in self._open:
-            raise HandoffError("the wire is closed")
-        _, wire = self._open[key]
+        with self._changing:
+            if key not in self._open:
+                raise HandoffError("the wire is closed")
+            _, wire = self._open[key]
         try:
             wire.send(self._read(heads, wire.device))
         except RuntimeError as error:  # torch's
@@ -188,9 +191,16 @@ class HeadGiver:
         return self._pieces.copy_heads(heads.block_ids, slice(first, first + heads.number), device)
 
     def _close(self, key: str) -> None:
-        found = self._open.pop(key, None)
+        with self._changing:
+            found = self._open.pop(key, None)
         if found is not None:
             found[1].close()
+
+    def _close_those_of(self, reader: str) -> None:
+        with self._changing:
+            keys = [key for key, (whose, _) in self._open.items() if whose == reader]
+        for key in keys:
+            self._close(key)
 
 
 class HeadLink:
@@ -203,7 +213,7 @@ class HeadLink:
         self.part = part
         self._pieces = pieces
         self._ask = ask
-        self._key = ""
+        self._key = ""  # "" = no wire was asked for
         self._wire: Wire | None = None  # None = what is asked for comes as an answer
         self._turn = threading.Lock()
 
@@ -211,8 +221,10 @@ class HeadLink:
         """Opens both ends of a wire. Raises HandoffError, WorkerError."""
         self._key = key
         theirs = self._order(OpenWire(kind, epoch, key, reader))
-        self._wire = wires.opened(kind, epoch, key, RECEIVER_RANK)
-        theirs()
+        try:
+            self._wire = wires.opened(kind, epoch, key, RECEIVER_RANK)
+        finally:
+            theirs()  # or it could open after it was closed
 
     def fetch(self, block_ids: list[int]) -> Tensor:
         """[n, *block_shape] of the part, on the device of the store. Raises HandoffError."""
@@ -224,6 +236,7 @@ class HeadLink:
     def close(self) -> None:
         if self._wire is not None:
             self._wire.close()
+        if self._key:  # the other end may be open though this one failed to
             with suppress(WorkerError):  # it is dead
                 self._order(CloseWire(self._key))  # nobody waits for it
 
@@ -236,6 +249,9 @@ class HeadLink:
         except RuntimeError as error:  # torch's
             self._wire.close()
             raise HandoffError(f"a wire broke: {error}") from None
+        except WorkerError:
+            self._wire.close()
+            raise
         sent()
         return buffer
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +54,18 @@ from engine.ranks.shared_stores import RankStore
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.2e-3  # at the steps of other ranks, which end at nearly the same time
+
+
+class Sources(Protocol):
+    """The blocks of a sender, mapped here; the length is their number."""
+
+    def __len__(self) -> int: ...
+
+    def copy_to(
+        self, target: Tensor, part: KvPart, ids: Sequence[int], source_ids: Sequence[int]
+    ) -> None:
+        """target: a store [any, *block_shape] of `part`; overwritten at `ids`."""
+        ...
 
 
 class RankSources:
@@ -104,7 +116,7 @@ class OneRank:
         return await self._pieces.when_writable(work)
 
     async def pull(
-        self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
+        self, source: Sources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
         """Copy blocks of the other worker's ranks straight into `ids`, then check them."""
         [part] = self.parts
@@ -126,13 +138,16 @@ class RankPieces:
         *,
         num_threads: int = 4,
         names_blocks: bool = False,
+        first_rank: int = 0,
     ) -> None:
-        """stores: of all ranks, rank 0's first. steps: of rank 0.
+        """stores: of ranks that share blocks, in their order from `first_rank` on: of all of them,
+        or of one that has blocks of its own. steps: of rank 0.
 
         deadline_s: so long another rank may take to end a step that rank 0 has ended.
         names_blocks: as of `KvPieces`.
         """
         self._names_blocks = names_blocks
+        self._first_rank = first_rank
         self.stores = stores
         self._steps = steps
         self._deadline_s = deadline_s
@@ -189,7 +204,7 @@ class RankPieces:
         return empty_bytes(num_bytes, self.device)
 
     async def pull(
-        self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
+        self, source: Sources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
         """Copy blocks of another worker's ranks straight into `ids` of these, then check them."""
         num_steps = self._num_steps_before_writes
@@ -198,12 +213,13 @@ class RankPieces:
     async def when_writable(self, work: Callable[[], T]) -> T:
         """Does `work` in a thread, when it may write to all blocks that have been granted.
 
-        Raises HandoffError if a rank does not end its steps in time.
+        On every rank, by streams that no `fence` holds back. Raises HandoffError if a rank does not
+        end its steps in time.
         """
         num_steps = self._num_steps_before_writes
 
         def wait_and_work() -> T:
-            self._wait_steps(num_steps)
+            self._wait_steps(num_steps, first_rank=0)
             return work()
 
         return await self._run(wait_and_work)
@@ -276,7 +292,7 @@ class RankPieces:
 
     def _pull(
         self,
-        source: RankSources,
+        source: Sources,
         source_ids: Sequence[int],
         ids: Sequence[int],
         digests: list[int],
@@ -315,16 +331,20 @@ class RankPieces:
         total: list[int] = terms.sum(axis=0, dtype=np.int64).tolist()
         return total
 
-    def _wait_steps(self, num_steps: int) -> None:
+    def _wait_steps(self, num_steps: int, first_rank: int = 1) -> None:
+        """Until ranks from `first_rank` on have ended so many steps."""
         until_s = time.monotonic() + self._deadline_s
-        for rank, one in enumerate(self.stores[1:], start=1):
-            while one.num_ended_steps < num_steps:
+        for rank, one in enumerate(self.stores, start=self._first_rank):
+            while rank >= first_rank and (num_ended := self._num_ended(rank, one)) < num_steps:
                 if time.monotonic() > until_s:
                     raise HandoffError(
-                        f"rank {rank} has ended {one.num_ended_steps} steps, not {num_steps},"
+                        f"rank {rank} has ended {num_ended} steps, not {num_steps},"
                         f" within {self._deadline_s:g} s"
                     )
                 time.sleep(LOOK_EVERY_S)
+
+    def _num_ended(self, rank: int, one: RankStore) -> int:
+        return one.num_ended_steps if rank else self._steps.num_ended
 
     def _current_stream(self) -> AbstractContextManager[object]:
         """Context whose work on a GPU is beside the steps."""

@@ -123,12 +123,18 @@ class RankPuller:
         self._sources: dict[int, RankSources | LinkedSources] = {}
 
     def do(self, work: bytes) -> bytes:
-        """Does what rank 0 asks; returns the digests of pulled blocks. Raises HandoffError."""
+        """Does what rank 0 asks. Raises HandoffError.
+
+        Returns the digests of pulled blocks, or why a link is unfit.
+        """
         match _orders.decode(work):
             case MapSource(number, offer, floor_gb_s):
                 self._sources[number] = self._map(offer, floor_gb_s)
             case LinkSource() as order:
-                self._sources[order.number] = self._link(order)
+                try:
+                    self._sources[order.number] = self._link(order)
+                except UnfitError as error:  # an answer, since errors lose their kind on the way
+                    return error.message.encode()
             case PullBlocks(number, source_ids, block_ids):
                 return self._pull(number, source_ids, block_ids)
             case DropSource(number):
@@ -137,7 +143,7 @@ class RankPuller:
         return b""
 
     def _link(self, order: LinkSource) -> LinkedSources:
-        """Raises HandoffError if one of them cannot be reached."""
+        """Raises HandoffError if one of them cannot be reached, UnfitError if one is too slow."""
         assert self._linking is not None, "the sender's stores can be mapped"
         linking, links = self._linking, list[HeadLink]()
         try:
@@ -150,6 +156,8 @@ class RankPuller:
                     links[-1].open(wires, order.kind, order.epoch, key, reader)
         except WorkerError as error:
             LinkedSources(links).close()
+            if isinstance(error, UnfitError):
+                raise
             raise HandoffError(error.message) from error  # this worker is as well as ever
         return LinkedSources(links)
 
@@ -192,8 +200,8 @@ class RankPuller:
         def copy(some: slice) -> None:
             stores.copy_to(self._pieces.tensor, self._part, block_ids[some], ids[some])
 
-        # Its steps were launched before rank 0 asked, so the copies come after them.
-        self._pieces.fence()
+        # Without a fence: rank 0 asks once steps that may still write there have ended everywhere,
+        # or has fenced its own when it granted the blocks.
         return np.array(self._pieces.pull_digests(copy, block_ids), np.int64).tobytes()
 
 
@@ -240,7 +248,7 @@ class PullsByRanks:
             raise UnfitError(error.message) from error
 
     async def open_links(self, request: PairRequest) -> CudaIpcReceiver[RankedSource]:
-        """Every rank links to those of the sender. Raises HandoffError, WorkerError."""
+        """Every rank links to those of the sender. Raises UnfitError, HandoffError, WorkerError."""
         offer, number = read_givers(request.offer), next(self._numbers)
         given = request.channel, request.epoch, request.rendezvous_key
         order = LinkSource(number, offer, *given)
@@ -250,7 +258,9 @@ class PullsByRanks:
         self, epoch: int, order: MapSource | LinkSource, source: RankedSource
     ) -> CudaIpcReceiver[RankedSource]:
         try:
-            await to_the_end(asyncio.ensure_future(self._ask_beside(order)))
+            refusals = await to_the_end(asyncio.ensure_future(self._ask_beside(order)))
+            if any(refusals):
+                raise UnfitError(next(filter(None, refusals)).decode())
         except BaseException:
             await self._drop(source)
             raise

@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
+from actors.kv_transfer.contracts import UnfitError
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.liveness import Lifeline
 from actors.lifecycle.placement_groups import remove_unused
@@ -220,7 +221,8 @@ def answer_of(
         raise HandoffError(f"{name} did not answer in time") from error
     except RayTaskError as error:
         if isinstance(error.cause, HandoffError):
-            raise HandoffError(error.cause.message) from error
+            kind = UnfitError if isinstance(error.cause, UnfitError) else HandoffError
+            raise kind(error.cause.message) from error
         raise WorkerError(f"{name} failed: {type(error.cause).__name__}") from error
     except RayError as error:
         on_death(name)

@@ -25,12 +25,12 @@ def check_startable(config: AppConfig) -> None:
     folder = Path(config.model.path)
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
-    spec = load_spec(
-        folder,
-        quantization=config.model.quantization,
-        sharing=config.workers.expert_sharing,
-    )
     for size in set(config.workers.num_ranks.values()):
+        spec = load_spec(
+            folder,
+            quantization=config.model.quantization,
+            sharing=config.workers.expert_sharing_of(size),
+        )
         for rank in (Rank(index, size) for index in range(size)):
             spec.of_rank(rank)
             check_shares(spec, rank, is_on_gpu=config.model.device == "cuda")

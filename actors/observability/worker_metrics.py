@@ -22,6 +22,7 @@ from engine.messages import (
     HandoffTotals,
     HostTierLoad,
     LoadReport,
+    OverlapLoad,
 )
 
 # Counters that a worker keeps, by the name of their metric.
@@ -31,6 +32,11 @@ TOTALS: Mapping[str, str] = {
     "vllm:spec_decode_num_drafts": "Guesses of several tokens that steps verified, one a request.",
     "vllm:spec_decode_num_draft_tokens": "Guessed tokens that steps verified.",
     "vllm:spec_decode_num_accepted_tokens": "Of these: that were right.",
+    "laps_uncaptured_steps": "Steps that replayed no graph, of a worker that may split steps.",
+    "laps_split_prompt_steps": "Of these: steps with prompts, computed as two batches.",
+    "laps_split_decode_steps": "Of these: steps without prompts, computed as two batches.",
+    "laps_cut_prompt_steps": "Steps computed as two batches that meet inside a prompt.",
+    "laps_split_graph_steps": "Steps that replayed a graph of two batches.",
     "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
@@ -207,11 +213,23 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
         totals |= _host_tier_totals(load.host_tier)
         if (disk := load.host_tier.disk) is not None:
             totals |= _disk_tier_totals(disk, load.host_tier.block_bytes)
+    if load.two_batches is not None:
+        totals |= _overlap_totals(load.two_batches)
     if handoffs is not None:
         totals["laps_handoffs"] = handoffs.num_done
         totals["laps_handoff_bytes"] = handoffs.num_bytes
         totals["laps_handoff_failures"] = handoffs.num_failures
     return totals
+
+
+def _overlap_totals(overlap: OverlapLoad) -> Mapping[str, float]:
+    return {
+        "laps_uncaptured_steps": overlap.num_steps,
+        "laps_split_prompt_steps": overlap.num_split_prompts,
+        "laps_split_decode_steps": overlap.num_split_decodes,
+        "laps_cut_prompt_steps": overlap.num_two_chunk,
+        "laps_split_graph_steps": overlap.num_replayed,
+    }
 
 
 def _disk_tier_totals(disk: DiskTierLoad, block_bytes: int) -> Mapping[str, float]:

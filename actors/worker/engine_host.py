@@ -296,13 +296,13 @@ class EngineHost:
         self._engine = engine
         try:
             self.connector = self._make_connector(self, engine)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - kept for the supervisor
             self._engine = None
             self._cannot_start(error)
             return
         engine.core.wrap_executor(self._ranks.lead)
-        if engine.draft_model is not None:
-            engine.draft_model.wrap_executor(self._ranks.lead_drafts)
+        if engine.draft_passes is not None:
+            engine.draft_passes.wrap_executor(self._ranks.lead_drafts)
         if engine.host_tier is not None and (parts := engine.below_device.parts) is not None:
             engine.host_tier.wrap_mover(lambda mover: self._ranks.lead_moves(mover, parts))
         if self.faults:

@@ -115,6 +115,7 @@ class RankWorker:
             torch.device(spec.config.model.device),
             start_s=START_S,
             timeout_s=spec.config.workers.stall_s,
+            in_rank_order=spec.config.model.deterministic,
         )
         return build_engine(
             spec.config,

@@ -12,6 +12,19 @@ from engine.kv.cache import BlockCache
 from engine.kv.index import IndexChanges
 
 
+def find_rank(
+    block_ids: Sequence[int], num_blocks: int, num_ranks: int
+) -> tuple[int, list[int]] | None:
+    """The rank that has these blocks, one or more, and their ids there; None = no rank has all.
+
+    num_blocks: of each rank.
+    """
+    rank = block_ids[0] // num_blocks
+    own_ids = [block_id - rank * num_blocks for block_id in block_ids]
+    has_all = 0 <= rank < num_ranks and all(0 <= own_id < num_blocks for own_id in own_ids)
+    return (rank, own_ids) if has_all else None
+
+
 class RankCaches:
     """`of_rank[r]` is rank r's; all are of one size."""
 
@@ -35,9 +48,13 @@ class RankCaches:
     def num_held(self) -> int:
         return sum(cache.num_held for cache in self.of_rank)
 
+    def first_block(self, rank: int) -> int:
+        """The id here of a rank's first block."""
+        return rank * self._size
+
     def numbered(self, rank: int, block_ids: Iterable[int]) -> list[int]:
         """The ids here of a rank's blocks."""
-        return [rank * self._size + block_id for block_id in block_ids]
+        return [self.first_block(rank) + block_id for block_id in block_ids]
 
     def check_conservation(self, held_by: Mapping[str, Sequence[int]]) -> None:
         """`BlockCache.check_conservation` of each rank; `held_by` has ids of this class."""

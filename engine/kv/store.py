@@ -240,9 +240,9 @@ def _digest_weights(layout: KvLayout, part: KvPart | None = None) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
     weights = (x ^ _shift_right(x, 31)) | 1
-    if part is None:
-        return weights
     *outer, num_heads, _ = whole.block_shape
+    if part is None or part.num_heads == num_heads:
+        return weights
     if num_words % (num_words_outer := num_heads * torch.Size(outer).numel()):
         raise ConfigError(
             f"a KV head of {whole.block_bytes // num_words_outer} bytes a token does not divide"

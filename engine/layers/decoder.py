@@ -115,7 +115,7 @@ class DecoderLayer:
         own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
         x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=flow.residual)
+        flow.leave(tokens=ProjectedTokens(q=q, k=k, v=v, residual=flow.residual))
 
     def _gather_and_prepare_last(self, flow: Flow) -> None:
         num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
@@ -144,7 +144,7 @@ class DecoderLayer:
         residual = add_and_norm(flow, self._attention_norm, form)
         x, flow.coded = flow.x if flow.coded is None else flow.coded, None
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=residual)
+        flow.leave(tokens=ProjectedTokens(q=q, k=k, v=v, residual=residual))
 
     def _prepare_and_check(self, flow: Flow) -> None:
         self._prepare(flow)
@@ -165,7 +165,7 @@ class DecoderLayer:
         if flow.checks_finite:
             flow.finite_sums = stored.finite_sums()
         if last is not None:
-            flow.tokens = self._project_last(flow.x, stored, last)
+            flow.leave(tokens=self._project_last(flow.x, stored, last))
             flow.ctx = last.ctx
         elif flow.chosen is not None:
             flow.has_ended = len(flow.chosen) == 0

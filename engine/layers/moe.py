@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.operations import Flow, Lane, Op, wait
@@ -90,6 +91,13 @@ class Experts(Protocol):
         """
         ...
 
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """Round the inputs of steps of so many tokens or more to FP8; None = never.
+
+        Before steps are captured. Raises ConfigError if no kernel rounds them.
+        """
+        ...
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
         ...
@@ -115,6 +123,9 @@ class HeldExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: a token may have none of these experts."""
         return None
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        self._experts.round_inputs(from_tokens)
 
     @property
     def own(self) -> tuple[Experts, int]:
@@ -170,6 +181,10 @@ class Mixture:
     @property
     def token_sizes(self) -> tuple[int, ...]:
         return self._experts.token_sizes
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """See `Experts`; not the inputs of the shared expert, which is as dense layers are."""
+        self._experts.round_inputs(from_tokens)
 
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; slots: as of the router; returns [T, hidden]."""
@@ -233,22 +248,23 @@ class Mixture:
         )
 
     def _select_own(self, flow: Flow) -> None:
-        flow.routes = self.router(flow.x, flow.own_slots)
+        flow.leave(routes=self.router(flow.x, flow.own_slots))
 
     def _dispatch(self, flow: Flow) -> None:
         routes, flow.routes = flow.routes, None
         assert routes is not None
         _, num_held = self._own
-        flow.dispatched = dispatch(flow.x, routes, num_held, flow.ctx.comm)
+        flow.leave(dispatched=dispatch(flow.x, routes, num_held, flow.ctx.comm))
 
     def _compute_dispatched(self, flow: Flow) -> None:
         experts, _ = self._own
         sent: Dispatched = flow.dispatched
-        flow.parts = experts(sent.x, sent.routes, None)
+        flow.leave(parts=experts(sent.x, sent.routes, None))
 
     def _send_back(self, flow: Flow) -> None:
-        assert flow.parts is not None
-        flow.parts = send_back(flow.parts, flow.dispatched, flow.ctx.comm)
+        parts, flow.parts = flow.parts, None
+        assert parts is not None
+        flow.leave(parts=send_back(parts, flow.dispatched, flow.ctx.comm))
 
     def _add_parts(self, flow: Flow) -> None:
         sent, parts, shared = flow.dispatched, flow.parts, flow.shared
@@ -262,29 +278,30 @@ class Mixture:
     def _gather(self, flow: Flow) -> None:
         routes, flow.routes = flow.routes, None
         assert routes is not None
-        flow.dispatched = gather_tokens(flow.x, routes, flow.ctx.comm)
+        flow.leave(dispatched=gather_tokens(flow.x, routes, flow.ctx.comm))
 
     def _gather_rows(self, flow: Flow) -> None:
         routes, flow.routes, rows = flow.routes, None, flow.ctx.rows
         assert routes is not None
         assert rows is not None, "a step of ranks with rows of their own says how many each has"
-        flow.dispatched = rows.gather(flow.x, routes)
+        flow.leave(dispatched=rows.gather(flow.x, routes))
 
     def _compute_gathered(self, flow: Flow) -> None:
         gathered: Gathered = flow.dispatched
         if self.on_gathered is not None:
             self.on_gathered(gathered.routes)
-        flow.parts = self._experts(gathered.x, gathered.routes, None)
+        flow.leave(parts=self._experts(gathered.x, gathered.routes, None))
 
     def _scatter(self, flow: Flow) -> None:
-        assert flow.parts is not None
-        flow.parts = flow.ctx.comm.reduce_scatter(flow.parts)
+        parts, flow.parts = flow.parts, None
+        assert parts is not None
+        flow.leave(parts=flow.ctx.comm.reduce_scatter(parts))
 
     def _scatter_rows(self, flow: Flow) -> None:
-        rows = flow.ctx.rows
-        assert flow.parts is not None
+        parts, flow.parts, rows = flow.parts, None, flow.ctx.rows
+        assert parts is not None
         assert rows is not None, "as in `_gather_rows`"
-        flow.parts = rows.scatter(flow.parts, len(flow.x))
+        flow.leave(parts=rows.scatter(parts, len(flow.x)))
 
     def _add_shared(self, flow: Flow) -> None:
         parts, shared = flow.parts, flow.shared
@@ -300,7 +317,7 @@ class Mixture:
         return self._experts.own
 
     def _select(self, flow: Flow) -> None:
-        flow.routes = self.router(flow.x, flow.slots)
+        flow.leave(routes=self.router(flow.x, flow.slots))
 
     def _compute(self, flow: Flow) -> None:
         routes, shared = flow.routes, flow.shared
@@ -310,17 +327,18 @@ class Mixture:
 
 
 def _share(expert: SharedExpert, flow: Flow) -> None:
-    flow.shared = expert(flow.x, flow.ctx.lane)
+    flow.leave(shared=expert(flow.x, flow.ctx.lane))
 
 
 def _share_own(expert: SharedExpert, flow: Flow) -> None:
     """For the tokens of this rank's share, zeros for the others; the ranks' sum has all."""
     num_tokens, comm = len(flow.x), flow.ctx.comm
     own = expert(own_rows(flow.x, comm), flow.ctx.lane)
-    flow.shared = SharedOutput(
+    output = SharedOutput(
         output=spread_rows(own.computed, num_tokens, comm),
         gate=None if own.gate is None else spread_rows(own.gate, num_tokens, comm),
     )
+    flow.leave(shared=output)
 
 
 class TorchRouter:
@@ -399,6 +417,13 @@ class TorchExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: torch has a product for each."""
         return None
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """See `Experts`."""
+        if from_tokens is not None:
+            raise ConfigError(
+                "execution.round_expert_inputs_from: inputs are rounded on a GPU only; leave it out"
+            )
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)

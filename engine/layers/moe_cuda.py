@@ -5,7 +5,7 @@
                                                         of one token, the shared expert's too
 
 Quantised experts are decoded on their way to the matrix units, those of 4 bits in steps of many
-tokens to matrices first. Inputs are never rounded.
+tokens to matrices first. Inputs are not rounded, unless `round_inputs` says from where on.
 
 Imported only for weights on a CUDA device, because the kernels need Triton.
 """
@@ -22,6 +22,7 @@ from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.moe import MAX_JOINED_TOKENS, SharedOutput
 from engine.layers.quantized_cuda import check_dtype, check_e4m3, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
+from engine.layers.rounded_experts import RoundedExperts, rounded_experts
 from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import ROUTE_SIZES, Blocks, align, blocks_of_one_token, one_each
@@ -34,6 +35,7 @@ from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
 from kernels.moe.shared import SharedMatrices
 from kernels.moe.tiles import (
+    ALWAYS,
     ExpertShape,
     Tile,
     TilePlan,
@@ -122,7 +124,10 @@ class TritonRouter:
 class TritonExperts:
     """See `kernels.moe`; all launches are of sizes known on the host, so that they are captured."""
 
-    __slots__ = ("_down", "_form", "_gate_up", "_num_active", "_one_each", "_plan")
+    __slots__ = (
+        *("_down", "_form", "_gate_up", "_is_deterministic", "_num_active", "_one_each", "_plan"),
+        *("_rounded", "_rounded_from", "_shape"),
+    )
 
     def __init__(
         self,
@@ -144,9 +149,12 @@ class TritonExperts:
         self._form = form
         self._num_active = num_active
         num_held, hidden, inner = self._down.shape
-        shape = ExpertShape(
+        self._shape = shape = ExpertShape(
             num_experts=num_experts or num_held, num_active=num_active, hidden=hidden, inner=inner
         )
+        self._is_deterministic = is_deterministic
+        self._rounded: RoundedExperts | None = None
+        self._rounded_from = ALWAYS  # tokens
         self._plan = expert_plan(
             shape, self._gate_up, self._down, is_deterministic=is_deterministic
         )
@@ -158,7 +166,24 @@ class TritonExperts:
         """The ends of all ranges of tokens that kernels are chosen by, and one beyond them."""
         of_routes = (size // self._num_active for size in ROUTE_SIZES)
         ends = {*self._plan.ends, *combine.TOKEN_SIZES, FEW_TOKENS, *of_routes} - {0}
+        if self._rounded is not None:
+            ends |= {self._rounded_from - 1, *self._rounded.ends} - {0}
         return tuple(sorted({1, *ends, max(ends) + 1}))
+
+    def round_inputs(self, from_tokens: int | None) -> None:
+        """See `Experts`."""
+        self._rounded, self._rounded_from = None, ALWAYS
+        if from_tokens is None:
+            return
+        assert not self._is_deterministic, "in deterministic mode no inputs are rounded"
+        self._rounded = rounded_experts(self._gate_up, self._down, self._shape, self._form)
+        if self._rounded is None:
+            raise ConfigError(
+                "execution.round_expert_inputs_from: no kernel rounds the inputs of these experts;"
+                " it takes a Hopper GPU and experts in FP8 (of which config.json says that inputs"
+                " are rounded) or in integers of 4 bits, without biases; leave it out"
+            )
+        self._rounded_from = from_tokens
 
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """See `Experts`: if it is as large as one or several of these, and computed alike."""
@@ -181,6 +206,8 @@ class TritonExperts:
         if num_tokens <= self._plan.few_up_to:
             return self._compute_few(x, routes, shared)
         output, gate = (None, None) if shared is None else (shared.computed, shared.gate)
+        if self._rounded is not None and num_tokens >= self._rounded_from:
+            return combine.combine(self._rounded(x, routes), routes, output, gate)
         plan = self._plan
         gate_up_tile, down_tile = plan.tiles(num_tokens)
         makes_matrices = num_tokens >= plan.matrices_from

@@ -2,16 +2,19 @@
 
 What runs, by format, scales, number of tokens:
 
-    format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       pieces   blocks     blocks        one tiling
-    FP8     yes, a scale a row      pieces   rows       rows          one tiling
-    FP8     else                    pieces   weights    matrix        one tiling
-    4 bits  -                       weights  weights    matrix        one tiling
+    format  inputs may be rounded   1 to 16  17 to 64  65 to 511  512 and more  deterministic
+    FP8     yes, tiles of 128       pieces   rounded   blocks     blocks        one tiling
+    FP8     yes, a scale a row      pieces   rounded   rows       rows          one tiling
+    FP8     else                    pieces   pieces    weights    matrix        one tiling
+    4 bits  -                       pieces   weights   weights    matrix        one tiling
 
-    pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
-                only, else weights
-    one token   inputs as they are, no matrix units: `one_token`; of FP8 with a scale a row, Hopper
-                only, in place of pieces where nothing has coded the input: faster there alone
+    pieces      inputs as they are, in two FP8 numbers each: `fp8_few`, `int4_joined`; Hopper and
+                bfloat16 only, integers of 4 bits in groups of whole runs only, else weights
+    rounded     inputs rounded to e4m3 as for blocks or rows: `fp8_few`; where there are no pieces
+                weights
+    one token   inputs as they are, no matrix units: `one_token`; in place of pieces where nothing
+                has coded the input, of FP8 with a scale a row and of 4 bits with few rows: faster
+                there alone
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -19,8 +22,9 @@ What runs, by format, scales, number of tokens:
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
 
 Inputs are coded by the norm before a product (`form`, `of_coded`) or else before it, with the same
-result (of one token added in another order). So an answer's first token may come from rounded
-inputs and the others from inputs as they are; in deterministic mode nothing but weights is rounded.
+result (of one token added in another order). So a token may come from rounded inputs in a step of
+many and from inputs as they are in one of few; in deterministic mode nothing but weights is
+rounded.
 """
 
 from abc import ABC, abstractmethod
@@ -37,8 +41,11 @@ from engine.layers.quantized_weight import Scales, compacted
 from kernels.device import device_properties
 from kernels.linear.small import tile_counters
 from kernels.ops import Ops
+from kernels.quant import fp8_few
 from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import TILE_COLUMNS, fp8_blocks, supports_blocks
+from kernels.quant.fp8_few import MAX_TOKENS as MAX_FEW_TOKENS
+from kernels.quant.fp8_few import fp8_few_gate, fp8_few_linear, supports_few
 from kernels.quant.fp8_linear import (
     INVARIANT,
     MAX_ONE_TILE,
@@ -47,25 +54,21 @@ from kernels.quant.fp8_linear import (
     fp8_linear,
     supports_fp8,
 )
-from kernels.quant.fp8_pieces import MAX_TOKENS as MAX_PIECES_TOKENS
-from kernels.quant.fp8_pieces import (
-    codes_gate,
-    fp8_pieces_gate,
-    fp8_pieces_linear,
-    supports_pieces,
-)
+from kernels.quant.int4_joined import MAX_TOKENS as MAX_JOINED_TOKENS
+from kernels.quant.int4_joined import int4_joined_linear, supports_joined
 from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
-from kernels.quant.one_token import fp8_one_token
+from kernels.quant.one_token import fp8_one_token, int4_one_token
 from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import code_tokens
 
-ROUNDED_FROM = MAX_ONE_TILE + 1  # tokens
+# Fewer tokens take no longer as they are: then a product waits for the weights.
+ROUNDED_FROM = 17
+MANY_FROM = MAX_ONE_TILE + 1  # tokens; from so many on inputs are rounded on every GPU
 # A matrix is written and read again, four bytes a weight: that is little beside so many products.
 MATRIX_FROM = 512
-# Up to so many tokens each program of a product may code the inputs that it reads, of more it would
-# spend most of its instructions on them.
-CODED_INSIDE_TO = 16
+# Up to so many rows of 4-bit weights one token is faster without matrix units.
+ONE_TOKEN_ROWS = 4096
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
 UNIT_SUMS_TO = 8192
@@ -91,6 +94,14 @@ class Product(Protocol):
         """How the inputs of so many tokens are best coded before; None = not at all."""
         ...
 
+    def of_few(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
+        """`few` of x as `form` says."""
+        ...
+
+    def codes_gate(self, num_tokens: int) -> bool:
+        """Whether the gate of so many tokens, as `form` says, can leave its result coded."""
+        ...
+
 
 class Fp8Matrix:
     """FP8 weights, inputs as they are."""
@@ -102,43 +113,50 @@ class Fp8Matrix:
         self.weight = weight
         self._dtype = dtype
         self._few_form: InputForm | None = None
-        if supports_pieces(weight, dtype):
+        if supports_few(weight, dtype):
             self._few_form = InputForm(pieces=2, group=weight.codes.shape[1])
 
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        num_tokens, form = len(x), self._few_form
-        if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
+        num_tokens = len(x)
+        takes_codes = config is None and num_tokens <= MAX_FEW_TOKENS
+        form = self.form(num_tokens) if takes_codes else None
+        if form is None:
             return fp8_linear(x, self.weight, counters, config, gated=gated)
         if num_tokens == 1 and self.weight.scales.shape[1] == 1:
             return fp8_one_token(x, self.weight, gated=gated)
-        if num_tokens <= CODED_INSIDE_TO:
-            return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
-        return self.of_pieces(code_tokens(x, form), counters, gated=gated)
+        return self.of_few(code_tokens(x, form), counters, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
 
     def form(self, num_tokens: int) -> InputForm | None:
-        return self._few_form if num_tokens <= MAX_PIECES_TOKENS else None
+        return self._few_form if num_tokens <= MAX_FEW_TOKENS else None
 
-    def of_pieces(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
-        return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
+    def of_few(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
+        return fp8_few_linear(x, self.weight, self._dtype, counters, gated=gated)
+
+    def codes_gate(self, num_tokens: int) -> bool:
+        form = self.form(num_tokens)
+        if form is None or num_tokens > MAX_FEW_TOKENS:
+            return False
+        return fp8_few.codes_gate(num_tokens, form.pieces, self.weight)
 
 
 class Fp8Rounding(Fp8Matrix, ABC):
     """FP8 weights; the inputs of many tokens are rounded."""
 
-    many_from = ROUNDED_FROM
+    many_from = MANY_FROM
 
     def __init__(self, weight: Fp8Operand, dtype: torch.dtype, group: int) -> None:
         """group: columns of a rounded input that share a scale."""
         super().__init__(weight, dtype)
         self.many_form = InputForm(pieces=1, group=group)
+        self._rounded_from = MANY_FROM if self._few_form is None else ROUNDED_FROM
 
     def form(self, num_tokens: int) -> InputForm | None:
-        return self.many_form if num_tokens >= ROUNDED_FROM else super().form(num_tokens)
+        return self.many_form if num_tokens >= self._rounded_from else super().form(num_tokens)
 
     def many(self, x: Tensor) -> Tensor:
         return self.of_rounded(code_tokens(x, self.many_form))
@@ -184,19 +202,36 @@ class FourBitMatrix:
 
     many_from = MATRIX_FROM
 
-    def __init__(self, weight: FourBitOperand) -> None:
+    def __init__(self, weight: FourBitOperand, dtype: torch.dtype) -> None:
+        """dtype: of inputs and outputs."""
         self.weight = weight
+        self._dtype = dtype
+        self._num_rows, row_bytes = weight.packed.shape
+        self._few_form: InputForm | None = None
+        if supports_joined(weight, dtype):
+            self._few_form = InputForm(pieces=2, group=2 * row_bytes)
 
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        return int4_linear(x, self.weight, counters, config, gated=gated)
+        form = self.form(len(x)) if config is None else None
+        if form is None:
+            return int4_linear(x, self.weight, counters, config, gated=gated)
+        if len(x) == 1 and self._num_rows <= ONE_TOKEN_ROWS:
+            return int4_one_token(x, self.weight, gated=gated)
+        return self.of_few(code_tokens(x, form), counters, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, int4_matrix(self.weight, x.dtype), self.weight.bias)
 
     def form(self, num_tokens: int) -> InputForm | None:
-        return None
+        return self._few_form if num_tokens <= MAX_JOINED_TOKENS else None
+
+    def of_few(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
+        return int4_joined_linear(x, self.weight, self._dtype, counters, gated=gated)
+
+    def codes_gate(self, num_tokens: int) -> bool:
+        return False
 
 
 class QuantizedLinear:
@@ -219,9 +254,8 @@ class QuantizedLinear:
 
     @property
     def takes_coded(self) -> bool:
-        """Whether there is a `form` for some number of tokens."""
-        is_free = self._many_from is not None and self._order is None
-        return is_free and isinstance(self.product, Fp8Matrix)
+        """Whether there may be a `form` for some number of tokens."""
+        return self._many_from is not None and self._order is None
 
     def form(self, num_tokens: int) -> InputForm | None:
         """How the inputs of so many tokens may be coded for `of_coded`; None = not at all."""
@@ -239,33 +273,31 @@ class QuantizedLinear:
 
     def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
         """x: [T, in] as `form` says; otherwise as the call."""
-        if not x.is_rounded:
-            assert isinstance(self.product, Fp8Matrix)
+        if x.num_tokens < self.product.many_from:
             is_gated = self._ops is not None
-            return self.product.of_pieces(x, self._counters[lane], gated=is_gated)
+            return self.product.of_few(x, self._counters[lane], gated=is_gated)
         y = self.of_rounded(x)
         return y if self._ops is None else self._ops.silu_mul(y)
 
     def of_rounded(self, x: CodedTokens) -> Tensor:
-        """x: [T, in], rounded; returns [T, out], before any gate."""
+        """x: [T, in], rounded, of many tokens; returns [T, out], before any gate."""
         assert isinstance(self.product, Fp8Rounding)
         return self.product.of_rounded(x)
 
     def coded_gate(self, x: CodedTokens, lane: int) -> CodedTokens:
-        """silu(gate) * up in pieces, [T, out / 2], of x in pieces; only after `codes_gate`."""
+        """silu(gate) * up, [T, out / 2], coded in as many pieces as x; only after `codes_gate`."""
         assert isinstance(self.product, Fp8Matrix)
-        return fp8_pieces_gate(x, self.product.weight, self._counters[lane])
+        return fp8_few_gate(x, self.product.weight, self._counters[lane])
 
     def codes_gate(self, num_tokens: int) -> bool:
-        """Whether the gate of so many tokens can leave its result in pieces."""
-        product = self.product
-        return isinstance(product, Fp8Matrix) and codes_gate(num_tokens, product.weight)
+        """Whether the gate of so many tokens can leave its result coded."""
+        return self.product.codes_gate(num_tokens)
 
 
 class CodedMlp:
     """`GatedMlp` whose gate codes its result for the product after it.
 
-    A launch and a tensor less. With rounded inputs the numbers are those of `GatedMlp`.
+    A launch and a tensor less. With rounded inputs of many tokens the numbers are `GatedMlp`'s.
     """
 
     __slots__ = ("_down", "_gated")
@@ -293,10 +325,10 @@ class CodedMlp:
         num_tokens = x.num_tokens
         form = self._down.form(num_tokens)
         assert form is not None, "no form of so many tokens"
-        if x.is_rounded:
-            inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
-        elif self._gated.codes_gate(num_tokens):
+        if self._gated.codes_gate(num_tokens):
             inner = self._gated.coded_gate(x, lane)
+        elif num_tokens >= MANY_FROM:
+            inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
         else:
             return self._down(self._gated.of_coded(x, lane), lane)
         return self._down.of_coded(inner, lane)
@@ -321,7 +353,7 @@ def check_dtype(scales: Scales) -> None:
 def _product(weight: LinearWeight, scales: Scales) -> Product:
     check_dtype(scales)
     if weight.format in (WeightFormat.INT4, WeightFormat.FP4):
-        return FourBitMatrix(_four_bit_operand(weight, scales))
+        return FourBitMatrix(_four_bit_operand(weight, scales), scales.dtype)
     operand, dtype = _fp8_operand(weight, scales), scales.dtype
     capability = device_properties(weight.data.device).capability
     has_e4m3 = capability is not None and capability >= _E4M3_CAPABILITY

@@ -39,7 +39,8 @@ def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Te
     if form is None:
         flow.x, flow.residual = norm.add(flow.x, flow.residual)
     else:
-        flow.coded, flow.residual = norm.add_coded(flow.x, flow.residual, form)
+        coded, flow.residual = norm.add_coded(flow.x, flow.residual, form)
+        flow.leave(coded=coded)
     return flow.residual
 
 

@@ -5,6 +5,9 @@
 MAX_LEN  every rank's rows are padded to one number: all-gather, reduce-scatter. In graphs always.
 SUM_LEN  no rank's rows are padded: each goes to all ranks, and its parts come back.
 
+A row's sum over the ranks may be in their order (`is_ordered`), in fp32: then its bits depend
+neither on the rank that has it nor on how many rows there are. NCCL's own sums promise neither.
+
 How many rows each rank has follows from the step's plan, which all ranks have: none waits for
 another's number, and all choose the same way. The buffers are those of one layer of one step.
 """
@@ -45,18 +48,21 @@ class RowExchange:
     padding: Padding
     # Of each rank, at least 1 and at least what it has; equal with MAX_LEN.
     num_rows: tuple[int, ...]
+    is_ordered: bool = False  # sums; with SUM_LEN they always are
 
     @classmethod
-    def padded(cls, comm: Comm, num_rows: int) -> "RowExchange":
+    def padded(cls, comm: Comm, num_rows: int, *, is_ordered: bool = False) -> "RowExchange":
         """With room for so many rows of each rank."""
         every = (num_rows,) * comm.rank.size
-        return cls(comm=comm, padding=Padding.MAX_LEN, num_rows=every)
+        return cls(comm=comm, padding=Padding.MAX_LEN, num_rows=every, is_ordered=is_ordered)
 
     @classmethod
-    def of_rows(cls, comm: Comm, num_rows: Sequence[int], *, has_prompts: bool) -> "RowExchange":
+    def of_rows(
+        cls, comm: Comm, num_rows: Sequence[int], *, has_prompts: bool, is_ordered: bool = False
+    ) -> "RowExchange":
         """num_rows: of each rank."""
         if choose_padding(num_rows, has_prompts=has_prompts) is Padding.MAX_LEN:
-            return cls.padded(comm, max(num_rows))
+            return cls.padded(comm, max(num_rows), is_ordered=is_ordered)
         return cls(comm=comm, padding=Padding.SUM_LEN, num_rows=tuple(num_rows))
 
     def gather(self, x: Tensor, routes: Routes) -> Gathered:
@@ -77,11 +83,14 @@ class RowExchange:
         """parts: [R, hidden] of the gathered rows; returns [T, hidden], this rank's first
         `num_rows` rows of the sum over the ranks.
         """
-        if self.padding is Padding.MAX_LEN:
+        is_padded, size = self.padding is Padding.MAX_LEN, self.comm.rank.size
+        if is_padded and not self.is_ordered:
             return self.comm.reduce_scatter(parts)[:num_rows]
-        size = self.comm.rank.size
-        received = [self._num_own] * size
-        arrived = self.comm.exchange_rows(parts, list(self.num_rows), received)
+        if is_padded:
+            arrived = self.comm.all_to_all(parts)
+        else:
+            received = [self._num_own] * size
+            arrived = self.comm.exchange_rows(parts, list(self.num_rows), received)
         first, *others = arrived.view(size, self._num_own, -1).unbind()
         total = first.float()
         for part in others:  # in the order of the ranks

@@ -8,6 +8,7 @@ one flow does before the other has its turn. Names that a layer lacks are skippe
 and mixtures follow one schedule. The last stage of a layer and the first of the next are one.
 """
 
+import string
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Schedule:
 DECODE = Schedule(
     name="decode",
     stages=(
-        ("prepare",),
+        ("export", "prepare"),
         ("core", "comm_prepare_mlp_a", "comm_prepare_mlp_b", "select_experts"),
         ("dispatch_a", "shared_experts"),
         ("dispatch_b", "mlp", "experts", "combine_a"),
@@ -43,7 +44,7 @@ EXCHANGE_PROMPTS = Schedule(
     name="prompts",
     stages=(
         (
-            *("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
+            *("export", "prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
             *("select_experts", "dispatch_a"),
         ),
         ("dispatch_b", "mlp", "experts", "combine_a"),
@@ -55,7 +56,7 @@ EXCHANGE_PROMPTS = Schedule(
 SUM_PROMPTS = Schedule(
     name="prompts, summed",
     stages=(
-        ("prepare", "core", "comm_prepare_mlp_a"),
+        ("export", "prepare", "core", "comm_prepare_mlp_a"),
         ("comm_prepare_mlp_b", "select_experts", "shared_experts", "mlp", "experts", "combine_a"),
         ("combine_b", "output"),
     ),
@@ -65,7 +66,7 @@ SUM_PROMPTS = Schedule(
 SHARE_PROMPTS = Schedule(
     name="prompts, shared out",
     stages=(
-        ("prepare", "core", "comm_prepare_mlp_a"),
+        ("export", "prepare", "core", "comm_prepare_mlp_a"),
         ("comm_prepare_mlp_b", "select_experts", "dispatch_a"),
         ("dispatch_b", "shared_experts", "mlp", "experts", "combine_a"),
         ("combine_b", "output"),
@@ -76,7 +77,8 @@ SHARED_BESIDE = Schedule(
     name="shared expert beside",
     stages=(
         (
-            *("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b", "shared_experts"),
+            *("export", "prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
+            "shared_experts",
             *("select_experts", "dispatch_a", "dispatch_b", "mlp", "experts", "combine_a"),
             *("combine_b", "output"),
         ),
@@ -129,7 +131,6 @@ class InlineLanes:
 
 # Marks a stage for a profiler; "b17" is the second flow's stage 17.
 Annotate = Callable[[str], AbstractContextManager[object]]
-FLOW_NAMES = "ab"
 
 
 def _without_marks(name: str) -> AbstractContextManager[object]:
@@ -148,12 +149,13 @@ def drive(
 
     Each flow ends with nothing left of what operations leave for each other.
     """
+    flow_names = string.ascii_lowercase
     for turn in range(len(stages) + lag * (len(flows) - 1)):
         for index, flow in enumerate(flows):
             number = turn - index * lag
             if not 0 <= number < len(stages):
                 continue
-            with annotate(f"{FLOW_NAMES[index]}{number}"):
+            with annotate(f"{flow_names[index]}{number}"):
                 for op in stages[number]:
                     if flow.has_ended:
                         break

@@ -282,7 +282,7 @@ class Eagle3Layer(FeatureLayer):
         x = torch.cat([self._attention_norm(flow.x), normed], dim=-1)
         residual = normed if self._norm_before_residual else features
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=residual)
+        flow.leave(tokens=ProjectedTokens(q=q, k=k, v=v, residual=residual))
         flow.x, flow.residual = x, residual
 
 

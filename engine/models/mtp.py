@@ -9,7 +9,7 @@ tokens. Embedding and head are the target's; the copies of them in the files are
 several such layers the first one guesses, which was trained for the next token but one.
 
 Ranks share it as they share the target's layers. Of eh_proj each has columns: with two ranks the
-first one multiplies the embeddings, the other one the vectors.
+first one multiplies the embeddings, the other one the vectors. With DP attention each has all.
 
 Facts: arXiv 2412.19437, section 2.2; README_WEIGHTS.md of deepseek-ai/DeepSeek-V3 (names, and what
 is shared); `deepseek_mtp.py` of vLLM and `deepseek_nextn.py` of SGLang (both streams are taken
@@ -83,7 +83,8 @@ def _beside(target: ModelSpec) -> dict[str, StackedTensor]:
         for field, name in norms.items()
     }
     joint = {f"{prefix}eh_proj.weight": hidden}
-    tensors["eh_proj"] = StackedTensor(num_rows=joint, num_columns=2 * hidden, split=Split.COLUMNS)
+    split = Split.NONE if target.has_dp_attention else Split.COLUMNS
+    tensors["eh_proj"] = StackedTensor(num_rows=joint, num_columns=2 * hidden, split=split)
     return tensors
 
 
@@ -135,6 +136,7 @@ def build_mtp(
     """
     layer_spec = read_mtp(folder, whole)
     spec = layer_spec.of_rank(rank)
+    ends = WHOLE_MODEL if whole.has_dp_attention else rank
     weights, beside = load_layer(
         folder,
         _with_layer(whole),
@@ -148,7 +150,7 @@ def build_mtp(
         embedding_norm=build_norm(spec, beside["enorm"], ops),
         hidden_norm=build_norm(spec, beside["hnorm"], ops),
         join=build_linear(LinearWeight(beside["eh_proj"]), is_deterministic=is_deterministic),
-        columns=rank.share(2 * spec.hidden_size, "columns of eh_proj"),
+        columns=ends.share(2 * spec.hidden_size, "columns of eh_proj"),
         attention_norm=build_norm(spec, weights.input_norm, ops),
         attention=build_self_attention(spec, 0, weights, ops, is_deterministic),
         mlp_norm=build_norm(spec, weights.post_norm, ops),

@@ -274,12 +274,19 @@ def _require(section: ConfigFile, key: str, value: int) -> None:
         raise section.error(key, f"{found} is not supported here; supported: {value}")
 
 
-def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
+def _has_fp8_activations(group: ConfigFile) -> bool:
+    """Whether inputs are rounded to FP8; raises for others that are quantised."""
     activations = group.section("input_activations")
-    if activations is not None:
-        found = (activations.text("type", "int"), activations.integer("num_bits"))
-        if found != ("float", 8):
-            raise group.error("input_activations", f"{found} are not supported: 8 bits of float")
+    if activations is None:
+        return False
+    found = (activations.text("type", "int"), activations.integer("num_bits"))
+    if found != ("float", 8):
+        raise group.error("input_activations", f"{found} are not supported: 8 bits of float")
+    return True
+
+
+def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
+    quantizes_activations = _has_fp8_activations(group)
     if not weights.flag("symmetric", True):
         raise weights.error("symmetric", "false is not supported for float")
     rows: int | None
@@ -302,15 +309,14 @@ def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile)
         packing=Packing.FP8,
         tile_rows=rows,
         tile_columns=columns,
-        quantizes_activations=activations is not None,
+        quantizes_activations=quantizes_activations,
         targets=_names(group, "targets"),
         ignored=_names(section, "ignore"),
     )
 
 
 def _compressed_int4(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
-    if group.section("input_activations") is not None:
-        raise group.error("input_activations", "are not supported with pack-quantized")
+    quantizes_activations = _has_fp8_activations(group)
     strategy, is_symmetric = _strategy(weights), weights.flag("symmetric", True)
     if strategy not in ("tensor", "group", "channel"):
         raise weights.error("strategy", f"{strategy!r} is not supported with pack-quantized")
@@ -322,6 +328,7 @@ def _compressed_int4(section: ConfigFile, group: ConfigFile, weights: ConfigFile
         tile_columns=weights.integer("group_size") if strategy == "group" else None,
         has_zero_points=not is_symmetric,
         must_have_order=weights.text("actorder", "weight") in ("group", "dynamic"),
+        quantizes_activations=quantizes_activations,
         targets=_names(group, "targets"),
         ignored=_names(section, "ignore"),
     )

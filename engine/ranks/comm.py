@@ -7,7 +7,8 @@ listens on the loopback interface only.
 
 A sum has the same bits on every rank. On a CPU every rank gets all parts and adds them in rank
 order, 16-bit floats in fp32. NCCL's algorithms (ring, tree, in the switch) compute each element
-once and hand it to all ranks.
+once and hand it to all ranks, but the order of more than two parts depends on the tensor's size and
+the element's place in it. Where a row's sum must not, parts are gathered and added as on a CPU.
 
 On a CPU an operation has ended when its method returns, or WorkerError is raised after `timeout_s`.
 On a GPU it is queued in the current stream, and can be captured in a CUDA graph. One that a peer
@@ -41,11 +42,13 @@ def connect_ranks(
     timeout_s: float,
     *,
     uses_peer_memory: bool = True,
+    in_rank_order: bool = False,
 ) -> Comm:
     """Meet the other ranks at `store`; returns when all have come and a first sum is right.
 
     Every rank calls it once with the same size, an equal store and its own device. `timeout_s`
     limits this, and later every operation. uses_peer_memory: if the GPUs can; for measurements.
+    in_rank_order: an element's sum depends on its parts alone, which costs NCCL time.
     Raises WorkerError.
     """
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -53,7 +56,8 @@ def connect_ranks(
     if device.type == "cpu":
         _check_sum(host, device)
         return host
-    comm = NcclRanks(rank, dist.PrefixStore("device", store), host, device, timeout_s)
+    met = rank, dist.PrefixStore("device", store), host, device, timeout_s
+    comm = NcclRanks(*met, in_rank_order=in_rank_order)
     _check_sum(comm, device)
     if rank.size == 1 or not uses_peer_memory:
         return comm
@@ -100,14 +104,14 @@ class GlooRanks:
             ) from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._sum(self.all_gather(x), like=x)
+        return _add_in_rank_order(self.all_gather(x), like=x, num_ranks=self.rank.size)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._all_gather(x, self._timeout)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         own = x[: x.shape[0] // self.rank.size]
-        return self._sum(self.all_to_all(x), like=own)
+        return _add_in_rank_order(self.all_to_all(x), like=own, num_ranks=self.rank.size)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         assert x.shape[0] % self.rank.size == 0, f"{list(x.shape)} for {self.rank.size} ranks"
@@ -155,14 +159,6 @@ class GlooRanks:
             )
         return gathered
 
-    def _sum(self, parts: Tensor, like: Tensor) -> Tensor:
-        """parts: [n T, ...], one after the other; returns their sum [T, ...], in rank order."""
-        first, *others = parts.view(self.rank.size, *like.shape).unbind()
-        total: Tensor = first.float() if like.dtype in _SUMMED_IN_FP32 else first.clone()
-        for part in others:
-            total += part
-        return total.to(like.dtype, copy=False)
-
     def _run(self, verb: str, post: Callable[[Any], Any], limit: timedelta) -> None:
         """Post an operation and wait for its end. Raises WorkerError."""
         if self._group is None:
@@ -181,6 +177,15 @@ class GlooRanks:
             )
 
 
+def _add_in_rank_order(parts: Tensor, like: Tensor, num_ranks: int) -> Tensor:
+    """parts: [n T, ...], one after the other; returns their sum [T, ...]."""
+    first, *others = parts.view(num_ranks, *like.shape).unbind()
+    total: Tensor = first.float() if like.dtype in _SUMMED_IN_FP32 else first.clone()
+    for part in others:
+        total += part
+    return total.to(like.dtype, copy=False)
+
+
 class NcclRanks:
     """`Comm` for tensors on GPUs, one GPU a rank; bytes go through host memory.
 
@@ -196,19 +201,24 @@ class NcclRanks:
         host: GlooRanks,
         device: torch.device,
         timeout_s: float,
+        *,
+        in_rank_order: bool = False,
     ) -> None:
-        """NCCL itself connects with the first operation."""
+        """NCCL itself connects with the first operation. in_rank_order: see `connect_ranks`."""
         self.rank = rank
         self._host = host
         self._store = store
         self._device = device
         self._timeout_s = timeout_s
+        self._gathers_sums = in_rank_order and rank.size > 2  # two parts have one sum
         nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
         options = nccl.Options(is_high_priority_stream=False)
         options._timeout = timedelta(seconds=timeout_s)
         self._group: Any = nccl(store, rank.index, rank.size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._gathers_sums:
+            return _add_in_rank_order(self.all_gather(x), like=x, num_ranks=self.rank.size)
         summed = x.contiguous()
         if x.numel() > 0:
             options = _queued(dist.distributed_c10d.AllreduceOptions())
@@ -224,6 +234,9 @@ class NcclRanks:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         scattered = x.new_empty((x.shape[0] // self.rank.size, *x.shape[1:]))
+        if self._gathers_sums:
+            parts = self.all_to_all(x)
+            return _add_in_rank_order(parts, like=scattered, num_ranks=self.rank.size)
         if x.numel() > 0:
             options = _queued(dist.distributed_c10d.ReduceScatterOptions())
             _follow(self._group._reduce_scatter_base(scattered, x.contiguous(), options))

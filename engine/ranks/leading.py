@@ -36,6 +36,7 @@ from engine.request import Constraint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+K = TypeVar("K", int, tuple[int, bool])
 
 COMPARE_EVERY = 64  # steps
 MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
@@ -83,6 +84,7 @@ class ResultPiece(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Follower -> leader: the next part of its encoded result of a step with DP attention."""
 
     step: int  # of the plan of all ranks
+    is_draft: bool  # a pass of a model that drafts, which has numbers of its own
     data: bytes
     goes_on: bool
 
@@ -135,7 +137,8 @@ class RankReports:
         self._changed = threading.Condition()
         self._digests: dict[int, dict[int, bytes]] = {}  # step -> rank -> digest
         self._pieces: dict[int, list[bytes]] = {}  # rank -> of a result that is not whole yet
-        self._results: dict[int, dict[int, StepResult]] = {}  # step -> rank -> result
+        # (step, whether it is a pass of a model that drafts) -> rank -> result
+        self._results: dict[tuple[int, bool], dict[int, StepResult]] = {}
         self._asides = AsideAnswers()
         self._end: RankEnd | None = None
 
@@ -148,13 +151,13 @@ class RankReports:
         return self._wait(self._digests, step, range(1, self._num_followers + 1), timeout_s)
 
     def wait_results(
-        self, step: int, ranks: Sequence[int], timeout_s: float
+        self, step: int, is_draft: bool, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, StepResult]:
         """Rank -> its result of a step. Raises WorkerError if one comes too late, or ends."""
-        return self._wait(self._results, step, ranks, timeout_s) if ranks else {}
+        return self._wait(self._results, (step, is_draft), ranks, timeout_s) if ranks else {}
 
     def _wait(
-        self, said: dict[int, dict[int, T]], step: int, ranks: Sequence[int], timeout_s: float
+        self, said: dict[K, dict[int, T]], step: K, ranks: Sequence[int], timeout_s: float
     ) -> dict[int, T]:
         """Takes what all `ranks` said of a step; said: step -> rank -> it."""
         with self._changed:
@@ -223,7 +226,8 @@ class RankReports:
                     self._pieces.setdefault(rank, []).append(said.data)
                     if not said.goes_on:
                         result = _results.decode(b"".join(self._pieces.pop(rank)))
-                        self._results.setdefault(said.step, {})[rank] = result
+                        step = said.step, said.is_draft
+                        self._results.setdefault(step, {})[rank] = result
                 case AsideAnswer():
                     self._asides.add(rank, said)
                 case RankFailure() if self._end is None:
@@ -272,7 +276,8 @@ class LeadingExecutor:
 
     def lead_drafts(self, executor: DraftingExecutor) -> "LeadingPasses":
         """The executor of rank 0 that drafts for this one's rows, led likewise."""
-        return LeadingPasses(executor, self._ring, self._steps)
+        given = self._ring, self._reports, self._patience_s, self._steps
+        return LeadingPasses(executor, *given)
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises WorkerError when a follower is dead or has been stuck for too long."""
@@ -299,9 +304,18 @@ class LeadingExecutor:
 class LeadingPasses:
     """The `DraftingExecutor` of rank 0: the followers launch its passes between the same steps."""
 
-    def __init__(self, executor: DraftingExecutor, ring: PlanRing, steps: StepCounts) -> None:
+    def __init__(
+        self,
+        executor: DraftingExecutor,
+        ring: PlanRing,
+        reports: RankReports,
+        patience_s: float,
+        steps: StepCounts,
+    ) -> None:
         self._executor = executor
         self._ring = ring
+        self._reports = reports
+        self._patience_s = patience_s
         self._steps = steps
 
     @property
@@ -311,7 +325,10 @@ class LeadingPasses:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises WorkerError as `LeadingExecutor.launch` does."""
         self._ring.write(_encoder.encode(Draft(plan)))
-        return _launch_counted(self._executor, plan, self._steps)
+        pending = _launch_counted(self._executor, plan, self._steps)
+        if not plan.of_ranks:
+            return pending
+        return _JoinedStep(plan, pending, self._reports, self._patience_s, is_draft=True)
 
     def give_drafts(self, place: int) -> None:
         """Raises WorkerError as `launch` does."""
@@ -373,13 +390,20 @@ class _JoinedStep:
     """A step of ranks that have rows of their own, each of which reports its results."""
 
     def __init__(
-        self, plan: StepPlan, pending: PendingStep, reports: RankReports, patience_s: float
+        self,
+        plan: StepPlan,
+        pending: PendingStep,
+        reports: RankReports,
+        patience_s: float,
+        *,
+        is_draft: bool = False,
     ) -> None:
-        """pending: of rank 0."""
+        """pending: of rank 0. is_draft: a pass of a model that drafts."""
         self._plan = plan
         self._pending = pending
         self._reports = reports
         self._patience_s = patience_s
+        self._is_draft = is_draft
 
     @property
     def is_done(self) -> bool:
@@ -390,7 +414,8 @@ class _JoinedStep:
         """Raises WorkerError if a rank ends, or says nothing in time."""
         own, plans = self._pending.wait(), self._plan.of_ranks
         busy = [rank for rank, plan in enumerate(plans) if plan.rows and rank > 0]
-        found = self._reports.wait_results(self._plan.step, busy, self._patience_s)
+        given = self._plan.step, self._is_draft, busy, self._patience_s
+        found = self._reports.wait_results(*given)
         others = [
             found.get(rank) or StepResult(step=plan.step, tokens=[], logprobs=[], is_finite=[])
             for rank, plan in enumerate(plans)
@@ -475,13 +500,13 @@ class Follower:
 
     def _launch(self, plan: StepPlan, compared: bytes | None) -> None:
         self._leave_in_flight(MAX_IN_FLIGHT - 1, is_draft=False)
-        step, joined = self._executor.launch(plan), plan.step if plan.of_ranks else None
-        self._in_flight.append(_Followed(step, compared, joined))
+        self._in_flight.append(_Followed(self._executor.launch(plan), compared, _joined(plan)))
 
     def _launch_pass(self, plan: StepPlan) -> None:
         assert self._drafts is not None, "the leader has a model that drafts"
         self._leave_in_flight(self._drafts.max_in_flight - 1, is_draft=True)
-        self._in_flight.append(_Followed(self._drafts.launch(plan), is_draft=True))
+        step = self._drafts.launch(plan)
+        self._in_flight.append(_Followed(step, joined=_joined(plan), is_draft=True))
 
     def _leave_in_flight(self, num_left: int, *, is_draft: bool) -> None:
         """Ends the oldest until so many passes, or other steps, are left at most."""
@@ -519,14 +544,19 @@ class Follower:
             digest = StepDigest(result.step, _digest(followed.message, result))
             self._ring.report_in_turn(_encoder.encode(digest))  # answers may fill the socket
         if followed.joined is not None and result.tokens:
-            self._report_result(followed.joined, result)
+            self._report_result(followed.joined, followed.is_draft, result)
 
-    def _report_result(self, step: int, result: StepResult) -> None:
+    def _report_result(self, step: int, is_draft: bool, result: StepResult) -> None:
         data = _encoder.encode(result)
         for start in range(0, len(data), _PIECE_BYTES):
             end = start + _PIECE_BYTES
-            piece = ResultPiece(step, data[start:end], goes_on=end < len(data))
+            piece = ResultPiece(step, is_draft, data[start:end], goes_on=end < len(data))
             self._ring.report_in_turn(_encoder.encode(piece))
+
+
+def _joined(plan: StepPlan) -> int | None:
+    """The number of a step of ranks that have rows of their own; None = all have the same."""
+    return plan.step if plan.of_ranks else None
 
 
 def report_failure(ring: PlanRingReader, error: BaseException) -> None:

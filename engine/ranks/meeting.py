@@ -22,15 +22,23 @@ def join_ranks(
     start_s: float,
     timeout_s: float,
     uses_peer_memory: bool = True,
+    in_rank_order: bool = False,
 ) -> Comm:
     """Waits until all ranks are here, and connects to them.
 
     board: the path that rank 0 has from `open_board`. incarnation: of rank 0; ranks of another one
     are never met. start_s: until all processes run, which takes longer than anything between them
-    later, which `timeout_s` limits. Raises WorkerError.
+    later, which `timeout_s` limits. The rest as of `connect_ranks`. Raises WorkerError.
     """
     store = _meet(rank, board, incarnation, start_s)
-    return connect_ranks(rank, store, device, timeout_s, uses_peer_memory=uses_peer_memory)
+    return connect_ranks(
+        rank,
+        store,
+        device,
+        timeout_s,
+        uses_peer_memory=uses_peer_memory,
+        in_rank_order=in_rank_order,
+    )
 
 
 def _meet(rank: Rank, board: str, incarnation: str, timeout_s: float) -> dist.Store:

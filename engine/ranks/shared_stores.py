@@ -17,7 +17,7 @@ from engine.kv.shared_memory import MemoryOffer
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.ranks.agreement import BUILD_PATIENCE_S, meet
-from engine.ranks.rank import Rank
+from engine.ranks.rank import WHOLE_MODEL, Rank
 
 
 class _StoreOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +45,17 @@ def part_of(rank: Rank, whole: KvLayout) -> KvPart:
     return KvPart(whole=whole, first_head=heads.start, num_heads=heads.stop - heads.start)
 
 
-def share_stores(comm: Comm, store: KvStore, whole: KvLayout) -> tuple[RankStore, ...]:
+def share_stores(
+    comm: Comm, store: KvStore, whole: KvLayout, *, has_own_blocks: bool = False
+) -> tuple[RankStore, ...]:
     """Shares this rank's store with rank 0. Returns all stores there, and nothing elsewhere.
 
-    Every rank calls it once, before its first step. Raises ConfigError, WorkerError.
+    has_own_blocks: each rank has whole blocks, and other ones. Every rank calls it once, before its
+    first step. Raises ConfigError, WorkerError.
     """
-    memory = store.share(part_of(comm.rank, whole))
+    size = comm.rank.size
+    parts = [part_of(WHOLE_MODEL if has_own_blocks else Rank(i, size), whole) for i in range(size)]
+    memory = store.share(parts[comm.rank.index])
     try:
         device = offer_tensor(store.tensor) if store.tensor.is_cuda else None
     except RuntimeError as error:
@@ -60,19 +65,15 @@ def share_stores(comm: Comm, store: KvStore, whole: KvLayout) -> tuple[RankStore
     stores = []
     if comm.rank.index == 0:
         offers = [msgspec.msgpack.decode(data, type=_StoreOffer) for data in encoded]
-        stores = [_attach(rank, offer, store, comm, whole) for rank, offer in enumerate(offers)]
+        stores = [RankStore(part=parts[0], store=store, device=offers[0].device)]
+        stores += [_attach(rank, offers[rank], store, parts[rank]) for rank in range(1, size)]
     meet(comm)  # until rank 0 has opened all files
     assert store.shared is not None, "it is shared now"
     store.shared.close_file()
     return tuple(stores)
 
 
-def _attach(
-    index: int, offer: _StoreOffer, mine: KvStore, comm: Comm, whole: KvLayout
-) -> RankStore:
-    part = part_of(Rank(index, comm.rank.size), whole)
-    if index == comm.rank.index:
-        return RankStore(part=part, store=mine, device=offer.device)
+def _attach(index: int, offer: _StoreOffer, mine: KvStore, part: KvPart) -> RankStore:
     tensor: Tensor | None = None
     if offer.device is not None:
         try:

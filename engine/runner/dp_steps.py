@@ -22,7 +22,9 @@ class DpStep:
 
     own: StepPlan
     num_tokens: tuple[int, ...]  # of each rank; 1 = also of one without rows
-    max_rows: int  # of any rank, likewise; of one with drafts its lines of logits, if they are more
+    max_rows: int  # of any rank, likewise
+    max_lines: int  # of logits of any rank, where each row has at least one
+    has_drafts: bool  # of any rank
     longest_row: int  # new tokens of a row of any rank
     is_decode: bool  # all ranks that have rows decode
     is_idle: bool  # no rank has rows
@@ -37,6 +39,7 @@ class DpSteps:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self.is_ordered = False  # as of `RowExchange`
 
     def of(self, plan: StepPlan) -> DpStep:
         """plan: of all ranks (`of_ranks`); or of one, if every rank has the same."""
@@ -47,7 +50,9 @@ class DpSteps:
         return DpStep(
             own=plans[rank.index],
             num_tokens=tuple([max(one.num_tokens, 1) for one in plans]),
-            max_rows=max(map(_num_rows, busy), default=1),
+            max_rows=max([len(one.rows) for one in busy], default=1),
+            max_lines=max(map(_num_lines, busy), default=1),
+            has_drafts=any(one.drafts for one in busy),
             longest_row=max([max(one.num_new_tokens) for one in busy], default=1),
             is_decode=all(one.is_decode for one in busy),
             is_idle=not busy,
@@ -56,15 +61,19 @@ class DpSteps:
     def exchange(self, step: DpStep, size: GraphSize | None) -> RowExchange:
         """size: of the graph that ranks replay in this step; None = they replay none."""
         if size is not None:
-            return RowExchange.padded(self._comm, size.num_tokens)
-        has_prompts = not step.is_decode
-        return RowExchange.of_rows(self._comm, step.num_tokens, has_prompts=has_prompts)
+            return self.padded(size.num_tokens)
+        return RowExchange.of_rows(
+            self._comm,
+            step.num_tokens,
+            has_prompts=not step.is_decode,
+            is_ordered=self.is_ordered,
+        )
 
     def padded(self, num_rows: int) -> RowExchange:
         """Of a graph of so many tokens."""
-        return RowExchange.padded(self._comm, num_rows)
+        return RowExchange.padded(self._comm, num_rows, is_ordered=self.is_ordered)
 
 
-def _num_rows(plan: StepPlan) -> int:
-    """Rows that a graph needs, which has a line of logits for each."""
+def _num_lines(plan: StepPlan) -> int:
+    """Rows of a graph that has a line of logits for each."""
     return max(len(plan.rows), sum(plan.num_samples)) if plan.drafts else len(plan.rows)

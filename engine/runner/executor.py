@@ -40,6 +40,7 @@ from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
+    NOTHING_ALLOWED,
     ComputedStep,
     EmptyStep,
     IdleStep,
@@ -88,9 +89,8 @@ class Executor:
 
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
         """
-        assert max_model_len <= model.rotary.max_tokens, (
-            f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
-        )
+        limit = model.rotary.max_tokens
+        assert max_model_len <= limit, f"{max_model_len} tokens for a model built for {limit}"
         self.model = model
         self.layout = layout
         self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
@@ -164,6 +164,19 @@ class Executor:
         assert self.model.can_exchange, "the model's ranks have no whole experts"
         self._min_exchanged = min_tokens
 
+    def sum_in_order(self) -> None:
+        """From now on ranks with rows of their own add up what experts give in the ranks' order.
+
+        So a row's bits do not depend on the others. Call it before graphs are captured.
+        """
+        if self._dp is not None:
+            self._dp.is_ordered = True
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a step may be computed as two batches."""
+        return self._two_batches is not None
+
     @property
     def two_batches(self) -> TwoBatches:
         """Only after `overlap_two_batches`."""
@@ -236,7 +249,6 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
-        assert self._dp is None or not verify, "no drafts in graphs, with DP attention"
         given = self._captured_steps(), recorder, report
         self._graphs.capture(
             *given, prompts=prompts, verify=verify, row_tokens=self._max_row_samples
@@ -391,7 +403,7 @@ class Executor:
             return self._replay(self._graphs.of_decodes(inputs.size), inputs)
         if shared is None:
             graphs, size = self._graphs.choose(plan)
-        elif not plan.is_decode:
+        elif not plan.is_decode and (graphs is None or graphs is not self._graphs.verify):
             self._graphs.count(plan, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
@@ -474,6 +486,8 @@ class Executor:
             drawn = keep_last_tokens(
                 sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._table.flat
             )
+            if sampled.allows_nothing is not None:
+                drawn.masked_fill_(sampled.allows_nothing, NOTHING_ALLOWED)
         return StepTensors(
             drawn=drawn,
             logprobs=sampled.logprobs,
@@ -495,8 +509,7 @@ class Executor:
 
         rows: with DP attention.
         """
-        split = self._two_batches.split(batch) if self._two_batches else None
-        if self._two_batches is not None and split is not None:
+        if self._two_batches and (split := self._two_batches.split(batch)):
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._table.flat),
@@ -512,8 +525,7 @@ class Executor:
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
-        split = self._two_batches.split(batch) if self._two_batches else None
-        if self._two_batches is not None and split is not None:
+        if self._two_batches and (split := self._two_batches.split(batch)):
             parts = self._two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
             contexts = self._part_contexts(parts, batch.num_tokens)

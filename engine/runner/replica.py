@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.kv.layout import ComputeDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.layers.moe import Mixture
 from engine.models.kv_scales import scales_of_rank
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
@@ -46,6 +47,7 @@ from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
+from engine.sampling.mask_threads import auto_threads
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.masks import load_mask_function
@@ -164,6 +166,7 @@ class Replica:
             config.speculation, sizes, attention, uses_graphs=self._uses_graphs
         )
         self._model = self._load_model() if model is None else model
+        self._round_expert_inputs()
         self._expert_loads = self._count_experts()
 
     @property
@@ -252,9 +255,7 @@ class Replica:
             executor.use_kv_scales(self._kv_scales)
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
-        min_exchanged = self._config.workers.expert_exchange_min_tokens
-        if min_exchanged is not None and self._model.can_exchange:
-            executor.exchange_tokens(min_exchanged)
+        self._choose_sums(executor)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
         if self._target is not None:
@@ -280,6 +281,14 @@ class Replica:
         executor.expert_loads = self._expert_loads
         return executor
 
+    def _choose_sums(self, executor: Executor) -> None:
+        """How ranks add up what whole experts give."""
+        min_exchanged = self._config.workers.expert_exchange_min_tokens
+        if min_exchanged is not None and self._model.can_exchange:
+            executor.exchange_tokens(min_exchanged)
+        if self._config.model.deterministic:
+            executor.sum_in_order()
+
     @property
     def _overlaps(self) -> bool:
         return self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1
@@ -294,6 +303,16 @@ class Replica:
                 " stream, and here none does; set it to 0"
             )
         executor.compute_shared_beside(max_tokens)
+
+    def _round_expert_inputs(self) -> None:
+        from_tokens = self._config.execution.round_expert_inputs_from
+        if from_tokens is not None and self._spec.mixture is None:
+            raise ConfigError(
+                "execution.round_expert_inputs_from: the model has no experts; leave it out"
+            )
+        for layer in self._model.layers:
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.round_inputs(from_tokens)
 
     def _count_experts(self) -> ExpertLoads | None:
         read_every = self._config.execution.expert_load_steps
@@ -349,7 +368,10 @@ class Replica:
         spec = self._spec
         if spec.pooling is not None:
             return Embeddings(is_normalised=spec.pooling.is_normalised)
-        return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
+        asked, device = self._config.execution.mask_threads, self._device
+        mask_threads = auto_threads(device) if asked == "auto" else asked
+        given = spec.eos_token_ids, device, self._matchers, mask_threads
+        return Sampler(spec.vocab_size, max_rows, *given)
 
     def _load_model(self) -> CausalLM:
         model = self._config.model
@@ -361,7 +383,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                sharing=self._config.workers.expert_sharing,
+                sharing=self._config.workers.expert_sharing_of(self._comm.rank.size),
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,

@@ -128,10 +128,14 @@ class StepGraphSet:
 
     def choose_common(self, step: DpStep) -> tuple[StepGraphs | None, GraphSize | None]:
         """As `choose`, of a step of ranks with DP attention: the same on all of them."""
+        tokens = step.max_tokens, step.longest_row
+        is_short = step.has_drafts and not step.is_decode and step.longest_row <= self._row_tokens
+        if self.verify is not None and is_short:
+            return self.verify, self.verify.size_for(step.max_rows, *tokens)
         graphs = self.decode if step.is_decode else self.prompt
         if graphs is None:
             return None, None
-        return graphs, graphs.size_for(step.max_rows, step.max_tokens, step.longest_row)
+        return graphs, graphs.size_for(step.max_lines, *tokens)
 
     def count_unreplayed(self, plan: StepPlan) -> None:
         """Count a step that replays no graph whatever its size."""

@@ -84,6 +84,10 @@ class TwoBatches:
         self._exchange: tuple[Schedule, list[Stage]] | None = None
         if model.can_exchange:
             self._exchange = SHARE_PROMPTS, bind(model.exchange_operations, SHARE_PROMPTS)
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0."""
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
         self._num_replayed = 0
 
@@ -194,7 +198,6 @@ class TwoBatches:
 
         contexts: of its halves, each with its own `lane`. chosen: `BatchPart.chosen` of both, if
         only their hidden states are wanted; None = all, or each row's last where contexts say so.
-        What the model exports must be of no layer.
         """
         schedule, stages = self._decode if split.is_decode else self._prompts
         if contexts[0].exchanges:
@@ -211,6 +214,8 @@ class TwoBatches:
         ]
         drive(stages, flows, self._lanes, lag=schedule.lag, annotate=self._annotate)
         first, second = (self._model.result(flow) for flow in flows)
+        kept = [flow.entering for flow in flows]
+        entering = {layer: torch.cat([streams[layer] for streams in kept]) for layer in kept[0]}
         hidden = first.hidden
         if contexts[0].last is not None:  # a cut row's last token is the second half's
             hidden = hidden[: split.row]
@@ -222,7 +227,7 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
-        return self._model.exporting(result, _of_whole(chosen, split))
+        return self._model.exporting(result, _of_whole(chosen, split), entering)
 
 
 def _of_whole(chosen: Sequence[Tensor | None], split: BatchSplit) -> Tensor | None:

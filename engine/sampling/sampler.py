@@ -17,6 +17,7 @@ from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
 from engine.sampling.feature import Ahead, LogitFeature, at, lines_ahead, positions_of
 from engine.sampling.logprobs import Labels, Logprobs
+from engine.sampling.mask_threads import MaskThreads
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
 from engine.sampling.sampled import LogprobTensors, SampledTensors
 from engine.sampling.staging import Staging
@@ -83,15 +84,23 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
         matchers: Matchers | None = None,
+        mask_threads: int = 1,
     ) -> None:
-        """matchers: for rows with a constraint; None = no row has one."""
+        """matchers: for rows with a constraint; None = no row has one.
+
+        mask_threads: compute the masks of such rows, the calling one among them.
+        """
         assert all(0 <= i < vocab_size for i in eos_token_ids), f"eos ids {eos_token_ids}"
         staging = Staging(torch.device(device))
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._staging = staging
         self._constraints = Constraints(
-            vocab_size, eos_token_ids, matchers or NoMatchers(), staging.device
+            vocab_size,
+            eos_token_ids,
+            matchers or NoMatchers(),
+            staging.device,
+            MaskThreads(mask_threads),
         )
         self._adjustments: tuple[LogitFeature, ...] = (  # for greedy rows too
             LogitBias(vocab_size, staging),
@@ -207,7 +216,7 @@ class Sampler:
         drafts: Mapping[int, Sequence[int]],
         behind: Tensor | None,
     ) -> SampledTensors:
-        choice = greedy if greedy is not None else greedy_choice(logits)
+        choice = of_model = greedy if greedy is not None else greedy_choice(logits)
         if self.is_plain(rows):
             return SampledTensors(
                 token_ids=choice.token_ids, is_finite=choice.is_finite, logprobs=None
@@ -227,6 +236,7 @@ class Sampler:
         return SampledTensors(
             token_ids=choice.token_ids,
             is_finite=choice.is_finite,
+            allows_nothing=of_model.is_finite & ~choice.is_finite if adjusted else None,
             logprobs=self._logprobs.read(logits, rows, choice),
             labels=self._labels.read(logits, rows),
         )

@@ -4,6 +4,7 @@ Answers questions about rows and blocks that others own and change; changes noth
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.cost_model import StepCosts
 from engine.kv.cache import BlockCache, BlockTerms
@@ -16,29 +17,32 @@ from engine.scheduling.wait_prediction import Room, num_steps_left, steps_until
 from engine.scheduling.waiting import PromptQueue
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """The blocks, rows and requests of one scheduler; its parts share them."""
+
+    cache: BlockCache
+    blocks: RequestBlocks
+    rows: RowSlots
+    running: RunningRequests
+    waiting: PromptQueue
+    reserve: ShortReserve
+    handoff_queue: HandoffQueue
+
+
 class Capacity:
     """Of one scheduler, over its rows, requests and blocks."""
 
-    def __init__(
-        self,
-        unreserved_share: float,
-        cache: BlockCache,
-        blocks: RequestBlocks,
-        rows: RowSlots,
-        running: RunningRequests,
-        waiting: PromptQueue,
-        reserve: ShortReserve,
-        handoff_queue: HandoffQueue,
-    ) -> None:
+    def __init__(self, unreserved_share: float, state: SchedulerState) -> None:
         """unreserved_share: of all blocks, for finished prompts that nobody has room for yet."""
         self._unreserved_share = unreserved_share
-        self._cache = cache
-        self._blocks = blocks
-        self._rows = rows
-        self._running = running
-        self._waiting = waiting
-        self._reserve = reserve
-        self._handoff_queue = handoff_queue
+        self._cache = state.cache
+        self._blocks = state.blocks
+        self._rows = state.rows
+        self._running = state.running
+        self._waiting = state.waiting
+        self._reserve = state.reserve
+        self._handoff_queue = state.handoff_queue
 
     def is_short(self, num_known_tokens: int) -> bool:
         """Whether a request with so many tokens may overtake others within the reserve."""

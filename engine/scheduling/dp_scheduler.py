@@ -13,9 +13,9 @@ A step takes as long as the rank with the most tokens. Only that rank's cost mod
 Limits (rows, tokens of a step, the queue) are each rank's. Knows no tensors.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, fields
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,48 +23,16 @@ from engine.cost_model import StepCosts, StepWork
 from engine.kv.rank_caches import RankCaches
 from engine.messages import ShortLoad
 from engine.plan import StepPlan, StepResult, empty_plan
+from engine.rank_choice import RankLoad, choose_rank
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, SchedulerStatistics, StepOutput
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.prompt_scheduling import QueuedWork
 from engine.scheduling.scheduler import Scheduler
+from engine.turns import run_together
 
 _NOT_PLANNED = -1  # the step of the empty plan of a rank whose scheduler has none
-_LEAD_SHARE = 4  # a rank may have a quarter more requests than the one with the fewest, and one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLoad:
-    """What a new request would find on one rank."""
-
-    num_requests: int  # that wait or run
-    is_queue_full: bool
-    num_tokens_before: int  # that are to be computed before it, and of itself without cached ones
-    has_room: bool  # for its blocks, now
-    num_available_blocks: int
-
-
-def choose_rank(loads: Sequence[RankLoad]) -> int:
-    """Where its prompt is computed first, among ranks that take it and have few requests.
-
-    A step waits for the rank with the most rows, so a shared prefix may not draw all to one rank.
-    """
-    ranks = range(len(loads))
-    taking = [rank for rank in ranks if not loads[rank].is_queue_full] or ranks
-    fewest = min(loads[rank].num_requests for rank in taking)
-    limit = fewest + 1 + fewest // _LEAD_SHARE
-
-    def cost(rank: int) -> tuple[int, ...]:
-        load = loads[rank]
-        return (
-            int(not load.has_room),
-            load.num_tokens_before,
-            load.num_requests,
-            -load.num_available_blocks,
-        )
-
-    return min((rank for rank in taking if loads[rank].num_requests <= limit), key=cost)
 
 
 class DpScheduler:
@@ -76,17 +44,20 @@ class DpScheduler:
         caches: RankCaches,
         hasher: BlockHasher,
         block_size: int,
+        launch_passes: Callable[[], None] = lambda: None,
     ) -> None:
-        """schedulers: one a rank, each over its cache in `caches`; none hands over.
+        """schedulers: one a rank, each over its cache in `caches`.
 
-        All have the same `Drafting`, whose books are of requests: what one rank's accept tells of
-        the others', too.
+        All have the same `Drafting`, whose books are of requests; or, where a model drafts on each
+        rank, one each with the same policy and counts. What one rank's requests accept tells of the
+        others', too. launch_passes: launches what such models have queued for all ranks.
         """
         assert len(schedulers) == len(caches.of_rank), "a scheduler and a cache for each rank"
         self.of_rank = schedulers
         self._caches = caches
         self._hasher = hasher
         self._block_size = block_size
+        self._launch_passes = launch_passes
         self._num_steps = 0
         self._newest_ranks: list[int] = []  # those that the newest step has plans of
         self._has_planned = False  # at the last `plan`
@@ -109,7 +80,7 @@ class DpScheduler:
         num_missing = -(-num_known // size) - num_hits
         return RankLoad(
             num_requests=counts.num_waiting + counts.num_running,
-            is_queue_full=scheduler.is_queue_full,
+            is_full=scheduler.is_queue_full,
             num_tokens_before=counts.num_queued_tokens + num_known - num_hits * size,
             has_room=num_missing + counts.num_running <= cache.num_available,
             num_available_blocks=cache.num_available,
@@ -127,7 +98,8 @@ class DpScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step of all ranks; None when no rank can run anything now."""
-        plans = [scheduler.plan(now_s) for scheduler in self.of_rank]
+        plans = run_together([scheduler.planning(now_s) for scheduler in self.of_rank])
+        self._launch_passes()
         planned = [rank for rank, plan in enumerate(plans) if plan is not None]
         self._has_planned = bool(planned)
         if not planned:
@@ -137,7 +109,9 @@ class DpScheduler:
         return empty_plan(step, [plan or empty_plan(_NOT_PLANNED) for plan in plans])
 
     def index_joined(self) -> None:
-        """Nothing joins: no KV comes from other workers."""
+        """As of each `Scheduler`."""
+        for scheduler in self.of_rank:
+            scheduler.index_joined()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step of every rank that had a part in it."""
@@ -174,8 +148,13 @@ class DpScheduler:
 
     @property
     def drafting(self) -> Drafting:
-        """Of all ranks."""
+        """Of rank 0; policy and counts are those of all ranks."""
         return self.of_rank[0].drafting
+
+    def count_idle(self, seconds: float) -> None:
+        """As of each `Scheduler`."""
+        for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
+            drafting.count_idle(seconds)
 
     @property
     def is_held_for_drafts(self) -> bool:
@@ -198,8 +177,10 @@ class DpScheduler:
                 yield f"rank {rank} {name}", self._caches.numbered(rank, block_ids)
 
     def host_statistics(self) -> HostLoadStatistics | None:
-        """There is no host tier."""
-        return None
+        """Sums over the ranks; None = there is no host tier."""
+        found = [s.host_statistics() for s in self.of_rank]
+        known = [one for one in found if one is not None]
+        return _sums(HostLoadStatistics, known) if known else None
 
     @property
     def costs(self) -> StepCosts:
@@ -236,11 +217,17 @@ class DpScheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Sums over the ranks; a step counts once for each rank that had a part in it."""
-        columns = zip(*(astuple(s.statistics()) for s in self.of_rank), strict=True)
-        return SchedulerStatistics(**dict(zip(_COUNTS, map(_total, columns), strict=True)))
+        return _sums(SchedulerStatistics, [s.statistics() for s in self.of_rank])
 
 
-_COUNTS = [field.name for field in fields(SchedulerStatistics)]
+Counts = TypeVar("Counts", SchedulerStatistics, HostLoadStatistics)
+
+
+def _sums(kind: type[Counts], counted: Sequence[Counts]) -> Counts:
+    """Field by field; one or more."""
+    columns = zip(*map(astuple, counted), strict=True)
+    names = [field.name for field in fields(kind)]
+    return kind(**dict(zip(names, map(_total, columns), strict=True)))
 
 
 def _total(counts: Sequence[Any]) -> Any:  # noqa: ANN401 - numbers, or tuples of numbers

@@ -35,6 +35,7 @@ from engine.request import Request, RequestKey
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import Drafter, DraftPolicy
+from engine.turns import Turns
 
 _MAX_REST_STEPS = 64
 _FIRST_GAP_S = 0.5e-3  # of the host between two steps that do not overlap, until one was measured
@@ -131,10 +132,12 @@ class Drafting:
         *,
         holds: bool = True,
         graph_tokens: Sequence[int] = (),
+        counts: DraftCounts | None = None,
     ) -> None:
         """Both or none. `holds`: steps overlap, so requests that may get drafts must be held.
 
-        graph_tokens: sizes that steps with drafts are padded to, ascending; () = none is.
+        graph_tokens: sizes that steps with drafts are padded to, ascending; () = none is. counts:
+        of several schedulers, which have a policy in common; None = of this one's.
         """
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
         self.drafter = drafter
@@ -150,11 +153,11 @@ class Drafting:
         self._idle_s = 0.0
         self._gap_s = _FIRST_GAP_S
         self._num_drafts_per_row = 0.0  # in the last step with drafts
-        self.counts = DraftCounts()
+        self.counts = counts or DraftCounts()
 
     # ---- planning -------------------------------------------------------------------------------
 
-    def plan(self, requests: Sequence[Request], room: StepRoom) -> PlannedDrafts:
+    def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:
         """The drafts for a step that decodes `requests`; gives them blocks."""
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
@@ -163,7 +166,7 @@ class Drafting:
         most = self._most_drafts(policy, requests)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
-            found = self._propose(drafter, requests, most)
+            found = yield from self._propose(drafter, requests, most)
             most = [len(found.get(i, ())) for i in range(len(requests))]
         decision = policy.plan(self._offer(requests, most, room, drafter.pass_s), room.costs)
         new_blocks: list[tuple[Request, list[int]]] = []
@@ -175,7 +178,7 @@ class Drafting:
             new_blocks += [(request, ids)] if ids else []
             counts.append(min(n, room.blocks.num_slots(request) - num_tokens))
         if drafter.pass_s:
-            found = self._propose(drafter, requests, counts)
+            found = yield from self._propose(drafter, requests, counts)
         drafts = {i: found[i][:n] for i, n in enumerate(counts) if n > 0 and i in found}
         drafts = {i: its_drafts for i, its_drafts in drafts.items() if its_drafts}
         if drafts:
@@ -231,7 +234,7 @@ class Drafting:
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
-    ) -> dict[int, list[int]]:
+    ) -> Turns[dict[int, list[int]]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
         asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
         ahead = [(i, request) for i, request in asked if self._goes_ahead(request)]
@@ -239,7 +242,7 @@ class Drafting:
         asked = [(i, request) for i, request in asked if not self._goes_ahead(request)]
         if not asked:
             return found
-        proposed = drafter.propose([(request, most[i]) for i, request in asked])
+        proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
         for (i, request), drafts in zip(asked, proposed, strict=True):
             ends = (at for at, token_id in enumerate(drafts) if token_id in request.stop_ids)
             # After a token that ends the request nothing is sampled, so it need not be a draft.

@@ -113,6 +113,43 @@ class _Expected:
     charge: float  # of computing a token, that loading it takes
 
 
+class NoHostLoads:
+    """In place of `HostLoads` where there is no host tier: nothing is found, nobody waits."""
+
+    is_active = False
+    due_s: float | None = None
+
+    def arrived(self, request: Request, costs: StepCosts) -> None:
+        pass
+
+    def num_uncached(self, request: Request, num_uncached: int) -> int:
+        return num_uncached
+
+    def forget(self, key: RequestKey, now_s: float | None = None) -> None:
+        pass
+
+    def begin(
+        self,
+        request: Request,
+        terms_of: Callable[[], BlockTerms | None],
+        now_s: float,
+        costs: StepCosts,
+    ) -> None:
+        pass
+
+    def is_awaited(self, key: RequestKey, now_s: float) -> bool:
+        return False
+
+    def settle(self) -> list[int]:
+        return []
+
+    def owners(self) -> Iterator[tuple[str, list[int]]]:
+        return iter(())
+
+    def statistics(self) -> None:
+        return None
+
+
 class HostLoads:
     """The loads of one scheduler's requests."""
 
@@ -335,3 +372,12 @@ class HostLoads:
         num_new, num_saved = request.num_known_tokens - num_cached, num_blocks * self._block_size
         all_s = costs.seconds(num_new, num_cached)
         return all_s - costs.seconds(num_new - num_saved, num_cached + num_saved)
+
+
+def build_host_loads(
+    tier: HostTier | None, cache: BlockCache, block_size: int
+) -> HostLoads | NoHostLoads:
+    """The loads of a scheduler over `cache`; tier: None = there is none."""
+    if tier is None or not cache.keeps_prefixes:
+        return NoHostLoads()
+    return HostLoads(tier, cache, block_size)

@@ -30,13 +30,14 @@ from engine.errors import CapacityError
 from engine.kv.cache import BlockCache, BlockTerms
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
+from engine.scheduling.admission import Admission
 from engine.scheduling.budget import StepBudget
-from engine.scheduling.capacity import Capacity
+from engine.scheduling.capacity import Capacity, SchedulerState
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
 from engine.scheduling.counters import SchedulerCounters
-from engine.scheduling.drafting import NO_DRAFTS, DraftCounts, Drafting, PlannedDrafts, StepRoom
+from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts, StepRoom
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
-from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
+from engine.scheduling.host_loads import HostLoadStatistics, HostTier, build_host_loads
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
@@ -49,6 +50,7 @@ from engine.scheduling.running import (
     row_of,
 )
 from engine.scheduling.short_reserve import ShortReserve
+from engine.turns import Turns, run_alone
 
 DEFAULT_LAPS = ResolvedLaps()
 
@@ -75,13 +77,7 @@ class Scheduler:
         drafting: None = no request gets drafts. host_tier: what `cache` evicts goes there; None =
         it is lost.
         """
-        assert config.max_num_seqs <= config.max_num_batched_tokens, (
-            f"{config.max_num_seqs} rows cannot each decode in"
-            f" {config.max_num_batched_tokens} tokens"
-        )
-        assert finish_rules.max_model_len <= cache.num_blocks * block_size, (
-            f"a context of {finish_rules.max_model_len} tokens cannot fit {cache.num_blocks} blocks"
-        )
+        _check_limits(config, finish_rules.max_model_len, cache.num_blocks, block_size)
         self._config = config
         self._cache = cache
         self._handoff_queue = handoff_queue
@@ -91,9 +87,7 @@ class Scheduler:
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
-        self._host_loads: HostLoads | None = None
-        if host_tier is not None and cache.keeps_prefixes:
-            self._host_loads = HostLoads(host_tier, cache, block_size)
+        self._host_loads = build_host_loads(host_tier, cache, block_size)
         self._prompts = PromptScheduling(
             laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )
@@ -106,11 +100,21 @@ class Scheduler:
             max_rows=config.max_num_seqs,
             order=self._prompts.order,
         )
-        requests = self._rows, self._running, self._waiting, self._reserve, handoff_queue
-        self._capacity = Capacity(config.unreserved_share, cache, self._blocks, *requests)
-        self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._counters = SchedulerCounters()
+        state = SchedulerState(
+            cache=cache,
+            blocks=self._blocks,
+            rows=self._rows,
+            running=self._running,
+            waiting=self._waiting,
+            reserve=self._reserve,
+            handoff_queue=handoff_queue,
+        )
+        self._capacity = Capacity(config.unreserved_share, state)
+        self._admission = Admission(
+            state, self._capacity, self._host_loads, self._prompts.model, self._counters
+        )
         self.deferred_until_s: float | None = None  # set if the last `plan` waits for short prompts
 
     # ---- entering and leaving -------------------------------------------------------------------
@@ -127,7 +131,7 @@ class Scheduler:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
         if not request.needs_whole_prompt:  # else blocks are hashed when it has filled them
             self._blocks.hash_full(request)
-        self._look_up_on_host(request)
+        self._host_loads.arrived(request, self.costs)
         self._prompts.arrived(request)
         self._reserve.add(request)
 
@@ -153,7 +157,7 @@ class Scheduler:
 
     def abort(self, key: RequestKey) -> bool:
         """Remove a request and free what it holds; False if it is not here (any more)."""
-        request = self._stop_waiting(key)
+        request = self._admission.stop_waiting(key)
         if request is None:
             if (request := self._running.get(key)) is None:
                 return False
@@ -172,9 +176,12 @@ class Scheduler:
 
         At most one earlier plan may be uncommitted.
         """
+        return run_alone(self.planning(now_s))
+
+    def planning(self, now_s: float) -> Turns[StepPlan | None]:
+        """As `plan`, in turns: others plan while what drafts here computes."""
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
-        if self._host_loads is not None:
-            self._blocks.nonfinite_block_ids += self._host_loads.settle()
+        self._blocks.nonfinite_block_ids += self._host_loads.settle()
         if self._waits_for_held_rows() or (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
@@ -184,13 +191,13 @@ class Scheduler:
         # Wait for more short prompts only if the device would have nothing else to do.
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.deferred_until_s = self._prompts.must_defer_until_s(now_s) if is_idle else None
-        chunks = [] if self.deferred_until_s is not None else list(self._chunks(budget))
+        chunks = [] if self.deferred_until_s is not None else list(self._admission.chunks(budget))
         if self._reserve.is_asked:
             self._reserve.end_step()
         zero_block_ids = self._blocks.take_nonfinite()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
-        drafts = self._plan_drafts(decodes, budget, grown)
+        drafts = yield from self._plan_drafts(decodes, budget, grown)
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work, drafts)
 
     def index_joined(self) -> None:
@@ -211,12 +218,14 @@ class Scheduler:
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
-        for request, has_drafts in step.not_finite(result):
-            self._leave_as_nonfinite(request)
-            if has_drafts:
+        for i in step.without_token(result):
+            request = step.requests[i]
+            self._leave_without_token(request, is_finite=result.is_finite[i])
+            if i in step.planned_drafts.drafts:
                 self._queue_without_drafts(request)
             else:
-                output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
+                why = _why_nothing_was_drawn(is_finite=result.is_finite[i])
+                output.fail(request, why, "non_finite_logits")
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
@@ -238,9 +247,9 @@ class Scheduler:
     def take_expired(self) -> StepOutput:
         """Failures of the requests that `plan` dropped because their deadline had passed."""
         output = StepOutput()
-        for request in self._expired:
+        for request in self._admission.take_expired():
+            self._leave(request)
             output.fail(request, "the deadline passed in the worker's queue", "timeout")
-        self._expired = []
         return output
 
     # ---- observation ----------------------------------------------------------------------------
@@ -249,23 +258,18 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether requests are here, a step is in flight or blocks must be zeroed."""
         is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
-        is_loading = self._host_loads is not None and self._host_loads.is_active
+        is_loading = self._host_loads.is_active
         return not is_idle or is_loading or bool(self._blocks.nonfinite_block_ids)
 
     @property
     def look_due_s(self) -> float | None:
         """When `plan` must be called even if nothing happens until then; None = at no time."""
-        return None if self._host_loads is None else self._host_loads.due_s
+        return self._host_loads.due_s
 
     @property
     def is_queue_full(self) -> bool:
         """Whether `add` raises CapacityError."""
         return len(self._waiting) >= self._config.max_waiting
-
-    @property
-    def draft_counts(self) -> DraftCounts:
-        """What became of drafts since the start."""
-        return self.drafting.counts
 
     @property
     def is_held_for_drafts(self) -> bool:
@@ -280,6 +284,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def count_idle(self, seconds: float) -> None:
+        """The device had nothing to do before the step just planned, because rows were held."""
+        self.drafting.count_idle(seconds)
+
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         """Every holder of block references in this scheduler, for the check that none is lost."""
         for request in self._all_requests():
@@ -288,12 +296,11 @@ class Scheduler:
         if self._blocks.nonfinite_block_ids:
             yield "nonfinite", self._blocks.nonfinite_block_ids
         yield from self._in_flight.owners()
-        if self._host_loads is not None:
-            yield from self._host_loads.owners()
+        yield from self._host_loads.owners()
 
     def host_statistics(self) -> HostLoadStatistics | None:
         """Of loads from the host tier; None = there is none."""
-        return None if self._host_loads is None else self._host_loads.statistics()
+        return self._host_loads.statistics()
 
     @property
     def costs(self) -> StepCosts:
@@ -361,88 +368,9 @@ class Scheduler:
         # The admission of an entering row lists all its blocks.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
-    def _chunks(self, budget: StepBudget) -> Iterator[Chunk]:
-        """Yield the prompts of this step and their chunk lengths, in the order of the queue."""
-        for candidate in self._waiting.candidates(list(self._running.prompts.values()), budget):
-            request, _ = candidate
-            if request.key in self._waiting and not self._admit(request, budget):
-                continue
-            yield request, budget.grant(candidate)
-
-    def _admit(self, request: Request, budget: StepBudget) -> bool:
-        """Move a waiting request to a row; False if that is not possible now."""
-        if request.deadline_s is not None and budget.now_s > request.deadline_s:
-            self._stop_waiting(request.key)
-            self._leave(request)
-            self._expired.append(request)
-            return False
-        if self._running.has_prefilling_sibling(request, self._block_size):
-            return False  # later it will hit the shared prompt in the prefix index
-        is_long = self._reserve.is_long(request)
-        if is_long and budget.has_refused_long:
-            return False
-        is_full = self._rows.num_free == 0 or self._capacity.is_outbox_full(for_short=not is_long)
-        if not is_full and self._is_loading(request, budget.now_s):
-            return False  # the next ones go first meanwhile
-        if is_full or not self._acquire_blocks(request):
-            if is_long and self._reserve.first_short is not None:
-                budget.refuse_long()  # short ones may still enter, within their reserve
-            else:
-                budget.refuse(request)  # a younger, smaller request must not starve this one
-            return False
-        self._stop_waiting(request.key, budget.now_s)
-        self._running.add(request)
-        self._rows.give(request)
-        if request.started_s is None:
-            request.started_s = budget.now_s
-        num_left = request.max_known_tokens - request.num_known_tokens
-        if request.decode_worker is not None and num_left > 1:  # the first token stays here
-            self._handoff_queue.start(request)
-        return True
-
-    def _is_loading(self, request: Request, now_s: float) -> bool:
-        """Whether a request that could enter waits for the host tier; begins to load if it pays."""
-        if self._host_loads is None:
-            return False
-        self.index_joined()
-        self._host_loads.begin(
-            request, lambda: self._capacity.terms(request, self._rows.num_free), now_s, self.costs
-        )
-        return self._host_loads.is_awaited(request.key, now_s)
-
-    def _look_up_on_host(self, request: Request) -> None:
-        if self._host_loads is not None:
-            self._host_loads.arrived(request, self.costs)
-
-    def _num_uncached(self, request: Request) -> int:
-        """Tokens that a waiting request has to compute, as the queue counts them."""
-        num_uncached = self._blocks.num_uncached(request)
-        if self._host_loads is None:
-            return num_uncached
-        return self._host_loads.num_uncached(request, num_uncached)
-
-    def _acquire_blocks(self, request: Request) -> bool:
-        """Acquire blocks for a waiting request; False, without effect, if they do not suffice.
-
-        They suffice if afterwards every running row can still grow by one block, so that an
-        admission does not cause a preemption right away. A short request may cause one.
-        """
-        self.index_joined()
-        terms = self._capacity.terms(request, self._rows.num_free)
-        if terms is None or not self._blocks.acquire(
-            request,
-            num_spare_blocks=terms.num_spare_blocks,
-            max_new_blocks=terms.max_new_blocks,
-        ):
-            return False
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            self._counters.num_cached_tokens += request.num_cached_tokens
-        return True
-
     def _plan_drafts(
         self, decodes: DecodeColumns, budget: StepBudget, grown: dict[int, list[int]]
-    ) -> PlannedDrafts:
+    ) -> Turns[PlannedDrafts]:
         """Drafts for the decodes, from what prompts left of the step; adds blocks to `grown`."""
         if self.drafting.drafter is None:
             return NO_DRAFTS
@@ -455,7 +383,7 @@ class Scheduler:
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,
         )
-        drafts = self.drafting.plan(decodes.requests, room)
+        drafts = yield from self.drafting.planning(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:
             if not self._rows.is_entering(request):
                 grown[row_of(request)] = grown.get(row_of(request), []) + block_ids
@@ -525,13 +453,14 @@ class Scheduler:
         self.drafting.bar(again)
         self._queue_again(again)
 
-    def _leave_as_nonfinite(self, request: Request) -> None:
-        """Take out a request whose numbers are not finite; set its blocks aside to be zeroed.
+    def _leave_without_token(self, request: Request, *, is_finite: bool) -> None:
+        """Take out a request; set its blocks aside to be zeroed if its numbers are not finite.
 
         A step in flight may write more of them; the step that zeroes the blocks runs after it.
         """
         self._unseat(request)
-        request.block_ids = self._blocks.set_aside(request.block_ids)
+        if not is_finite:
+            request.block_ids = self._blocks.set_aside(request.block_ids)
         self._leave(request)
 
     def _unseat(self, request: Request) -> None:
@@ -564,16 +493,9 @@ class Scheduler:
         """Queue a request that has lost its row and blocks; it recomputes its known tokens."""
         request.start_over()
         self._counters.num_preemptions += 1
-        self._look_up_on_host(request)
+        self._host_loads.arrived(request, self.costs)
         self._waiting.add(request)
         self._reserve.add(request)
-
-    def _stop_waiting(self, key: RequestKey, now_s: float | None = None) -> Request | None:
-        """Take a request out of the queue; None if it is not waiting. now_s: it is admitted."""
-        self._reserve.remove(key)
-        if self._host_loads is not None:
-            self._host_loads.forget(key, now_s)
-        return self._waiting.remove(key)
 
     # ---- requests that join ---------------------------------------------------------------------
 
@@ -593,13 +515,28 @@ class Scheduler:
 
     # ---- questions ------------------------------------------------------------------------------
 
+    def _num_uncached(self, request: Request) -> int:
+        """Tokens that a waiting request has to compute, as the queue counts them."""
+        return self._host_loads.num_uncached(request, self._blocks.num_uncached(request))
+
     def _all_requests(self) -> Iterator[Request]:
         yield from self._running
         yield from self._waiting
 
 
-def _why_nothing_was_drawn(request: Request) -> str:
+def _check_limits(
+    config: ResolvedScheduler, max_model_len: int, num_blocks: int, block_size: int
+) -> None:
+    assert config.max_num_seqs <= config.max_num_batched_tokens, (
+        f"{config.max_num_seqs} rows cannot each decode in {config.max_num_batched_tokens} tokens"
+    )
+    assert max_model_len <= num_blocks * block_size, (
+        f"a context of {max_model_len} tokens cannot fit {num_blocks} blocks"
+    )
+
+
+def _why_nothing_was_drawn(*, is_finite: bool) -> str:
     """Reason for the client; a constraint that cannot follow the output allows no token."""
-    if not request.params.is_constrained:
+    if not is_finite:
         return "the model produced a non-finite value"
-    return "the constraint on the output allows no token any more, or a value is not finite"
+    return "the constraint on the output allows no token any more"

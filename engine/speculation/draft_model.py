@@ -33,6 +33,7 @@ import msgspec
 from engine.core import DraftingExecutor, PendingStep
 from engine.plan import NEWEST, RowAdmission, StepPlan, given
 from engine.request import Request, RequestKey, SamplingParams
+from engine.turns import Turns, run_alone
 
 _FIRST_PASS_S = 1e-3  # until one was timed
 _DECAY = 0.9  # of the mean duration of a pass, a pass
@@ -187,15 +188,22 @@ class DraftModel:
         return self._spent_s
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        return run_alone(self.proposing(asked))
+
+    def proposing(self, asked: Sequence[tuple[Request, int]]) -> Turns[list[list[int]]]:
         start_s = self._now_s()
         proposal = _Proposal(asked=asked, found=[[] for _ in asked])
         places, num_drawn = self._first_pass(asked, proposal), 1
         while places := proposal.going_on(places, num_drawn):
             num_left = 0 if proposal.must_know_drafts(places) else _MAX_IN_FLIGHT
+            if len(proposal.launched) > num_left:
+                yield
             self._settle(proposal, num_left)
             if places := proposal.going_on(places, num_drawn):
                 self._next_pass(places, num_drawn, proposal)
             num_drawn += 1
+        if proposal.launched:
+            yield
         self._settle(proposal, 0)
         for (request, _), drafts in zip(asked, proposal.found, strict=True):
             if (seat := self._seats.get(request.key)) is not None:

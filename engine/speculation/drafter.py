@@ -5,6 +5,7 @@ are asked by the engine thread while a step is planned, so what they take delays
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from engine.plan import given
 from engine.request import Request, RequestKey
 from engine.speculation.controller import SpeculationStatistics, StepDrafts, StepOffer
 from engine.speculation.ngram import DEFAULT_RULES, NgramDrafter, NgramRules
+from engine.turns import Turns
 
 
 class Drafter(Protocol):
@@ -33,6 +35,10 @@ class Drafter(Protocol):
 
         All its known tokens but the newest have KV, and its blocks have room for the drafts.
         """
+        ...
+
+    def proposing(self, asked: Sequence[tuple[Request, int]]) -> Turns[list[list[int]]]:
+        """As `propose`, in turns."""
         ...
 
     @property
@@ -66,8 +72,17 @@ class Drafter(Protocol):
         ...
 
 
-class HostDrafter:
+class HostDrafter(ABC):
     """Part of a drafter whose drafts follow from tokens that the host knows."""
+
+    @abstractmethod
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """As of `Drafter`."""
+
+    def proposing(self, asked: Sequence[tuple[Request, int]]) -> Turns[list[list[int]]]:
+        """In one turn: it never waits."""
+        yield from ()
+        return self.propose(asked)
 
     @property
     def can_propose_ahead(self) -> bool:
@@ -150,7 +165,7 @@ class FixedDrafts:
         return None
 
 
-class RequestNgrams:
+class RequestNgrams(HostDrafter):
     """`NgramDrafter` for requests; those with a salt share no answers with others.
 
     Where the device can look up drafts, a request that has some goes on with those that the device

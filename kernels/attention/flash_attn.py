@@ -32,8 +32,6 @@ _BLOCK_MULTIPLE = 16
 _MAX_SINK_HEADS = 64  # the library keeps the sinks of so many heads
 _SINKS = "s_aux"  # its argument, which older ones do not take
 _COLUMNS = 1024
-# None = as suits a step. Copies were not measured yet.
-_READS: Reads | None = Reads.TABLE
 # A row with fewer is not worth a copy of its keys; and lengths of rows with drafts, which have at
 # most 17, may be known on the device alone.
 _MIN_GATHERED_TOKENS = 64
@@ -203,7 +201,7 @@ class FlashAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        reads: Reads | None = _READS,
+        reads: Reads | None = None,
     ) -> None:
         """reads: how eager steps have their keys; None = as suits a step.
 

@@ -1,12 +1,17 @@
-"""Absorbed latent attention for rows with one new token: each latent is read once for many heads.
+"""Absorbed latent attention for rows of few new tokens: each latent is read once for many heads.
 
     s_j = (q_latent c_j + q_rope r_j) scale log2 e,   out = sum_j 2^(s_j - m) c_j / l
 
 with the store's vectors [c | r] of the keys j. Keys are split into items as in `triton_decode`,
-whose plan and scratch memory are used: a tile of heads stands where that has a KV head. A program
-computes one item for one tile; all its heads share the loads, and values are the same loads again.
-Of more than 64 heads (DeepSeek-V3 has 128) each tile reads the keys, the second from L2. Parts of
-a row are combined by a second kernel, in part order: the result depends on no order of programs.
+whose plan and scratch memory are used: a tile of lines stands where that has a KV head. A line is
+one head of one of a row's new tokens, token after token. A program computes one item for one tile;
+all its lines share the loads, and values are the same loads again. Of more than 64 lines
+(DeepSeek-V3 has 128 heads) each tile reads the keys, all but the first from L2. Parts of a row are
+combined by a second kernel, in part order: the result depends on no order of programs.
+
+Rows that verify drafts have up to `max_queries` tokens, as many as `cu_tokens` says when the step
+runs: query i of n sees the keys before num_keys - (n - 1 - i). A part may hold no key that a query
+sees; its sum is empty and weighs nothing. Decode steps compile without all of that.
 
 Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
 float16, in which they are read (`eight_bits`). The latents' scale is part of the factor on scores
@@ -48,9 +53,9 @@ from kernels.pdl import pdl_supported
 from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
-_MAX_TILE_HEADS = 64
-_FEW_HEADS = 16
-_LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 heads' queries fit beside keys
+_MAX_TILE_LINES = 64
+_FEW_LINES = 16
+_LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 queries fit beside keys
 _MANY_PER_SM, _FEW_PER_SM = 2, 1  # programs, by what is left of an SM's shared memory
 _TILE_KEYS, _MIN_TILE_KEYS = 32, 16
 _UNSPLIT = 1 << 20  # tiles, more than any row has
@@ -59,9 +64,10 @@ _PART_TILE = 4  # parts combined at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWork:
-    """Rows of one new token, the split of their keys, and the scratch memory of the parts."""
+    """Rows of few new tokens, the split of their keys, and the scratch memory of the parts."""
 
     shape: LatentShape
+    max_queries: int  # of a row; 1 = row r's query is token r
     split: DecodeWork
     # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
     row_parts: Tensor
@@ -69,7 +75,7 @@ class LatentWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Tuning parameters: tiles of keys and the split, and equal tiles of the heads.
+    """Tuning parameters: tiles of keys and the split, and equal tiles of a row's lines.
 
     `num_programs` of `decode` are those that the device runs at once.
     """
@@ -102,25 +108,74 @@ def _split_queries(q_latent, q_rope, scales_ptr, layer, RANK: tl.constexpr, ROPE
     return q_latent, q_latent_odd, q_rope, q_rope_odd, inverse * mean_scale, mean_scale
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
+@triton.jit
+def _row_tokens(cu_tokens_ptr, row, has_work):
+    """The first token of a row, int64, and how many it has."""
+    first_token, num_queries = row, 1
+    if cu_tokens_ptr is not None:
+        first_token = tl.load(cu_tokens_ptr + row, mask=has_work, other=0).to(tl.int64)
+        num_queries = tl.load(cu_tokens_ptr + row + 1, mask=has_work, other=0) - first_token
+    return first_token, num_queries
+
+
+@triton.jit
+def _query_places(
+    lines,
+    NUM_HEADS: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    QUERY_DIM: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+):
+    """Where the queries of a row's lines begin, from its first token's on, [lines, 1]."""
+    places = lines[:, None] * QUERY_DIM
+    if HAS_DRAFTS:
+        places = (lines // NUM_HEADS * TOKEN_STRIDE + lines % NUM_HEADS * QUERY_DIM)[:, None]
+    return places
+
+
+@triton.jit
+def _finite(biggest, HAS_DRAFTS: tl.constexpr):
+    """What is taken off scores: their maximum, where a query has seen any."""
+    finite = biggest
+    if HAS_DRAFTS:
+        finite = tl.where(biggest == float("-inf"), 0.0, biggest)
+    return finite
+
+
+@triton.jit
+def _divisor(total, HAS_DRAFTS: tl.constexpr):
+    """A sum of weights, or 1 where a query has seen no key."""
+    divisor = total
+    if HAS_DRAFTS:
+        divisor = tl.where(total > 0, total, 1.0)
+    return divisor
+
+
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["block_ids_ptr", "cu_tokens_ptr", "num_keys_ptr"],
+)
 def _latent_decode_kernel(
     q_latent_ptr,  # [T, heads, RANK]
     q_ptr,  # [T, heads, QUERY_DIM], tokens strided; its end is rotated
     # [blocks, layers, 1, block_size, 1, RANK + ROPE_DIM], of words of two e4m3 numbers with scales
     store_ptr,
     scales_ptr,  # fp32 [layers, 2, 1] of a store of e4m3 numbers, or None
+    cu_tokens_ptr,  # int32 [R + 1] of rows of several tokens, or None
+    num_keys_ptr,  # int32 [R], with `cu_tokens_ptr`
     block_ids_ptr,
     items_ptr,
     # outputs
-    partial_ptr,  # fp32 [items, tiles, TILE_HEADS, RANK]
-    log_sums_ptr,  # fp32 [items, tiles, TILE_HEADS]
+    partial_ptr,  # fp32 [items, tiles, TILE_LINES, RANK]
+    log_sums_ptr,  # fp32 [items, tiles, TILE_LINES]
     row_parts_ptr,  # int32 [R, 2]
     out_ptr,  # [T, heads, RANK]
     # constants
     layer,
     SCALE_LOG2E: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
+    TILE_LINES: tl.constexpr,
     RANK: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     QUERY_DIM: tl.constexpr,
@@ -147,8 +202,12 @@ def _latent_decode_kernel(
     # An item without work has no keys.
     is_first_key = (first_key + lane < end_key) & (num_parts > 0)
     blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
+    HAS_DRAFTS: tl.constexpr = cu_tokens_ptr is not None
+    first_token, num_queries = _row_tokens(cu_tokens_ptr, row, num_parts > 0)
+    if HAS_DRAFTS:
+        num_keys = tl.load(num_keys_ptr + row, mask=num_parts > 0, other=0)
     if USE_PDL:
-        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0.
+        # Items and rows are older: a kernel that waits runs between `plan_decode` and layer 0.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_parts == 0:
@@ -158,15 +217,23 @@ def _latent_decode_kernel(
         tl.store(row_parts_ptr + row * 2 + 1, num_parts)
 
     member = tl.arange(0, QUERY_ROWS)
-    is_head = (member < TILE_HEADS)[:, None]
-    heads = tile * TILE_HEADS + member
+    is_line = member < TILE_LINES
+    lines = tile * TILE_LINES + member
+    if HAS_DRAFTS:
+        if tile * TILE_LINES >= num_queries * NUM_HEADS:
+            return
+        queries = lines // NUM_HEADS
+        is_line = is_line & (queries < num_queries)
+        last_seen = (num_keys - num_queries + queries)[:, None]  # the key of the query's own token
+    has_line = is_line[:, None]
     rank = tl.arange(0, RANK)
     rope = tl.arange(0, ROPE_DIM)
-    first = row * (NUM_TILES * TILE_HEADS * RANK)
-    within = heads[:, None] * RANK + rank[None, :]
-    q_latent = tl.load(q_latent_ptr + first + within, mask=is_head, other=0.0)
-    rotated = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + rope[None, :]
-    q_rope = tl.load(q_ptr + row * Q_TOKEN_STRIDE + rotated, mask=is_head, other=0.0)
+    first = first_token * (NUM_HEADS * RANK)
+    within = lines[:, None] * RANK + rank[None, :]
+    q_latent = tl.load(q_latent_ptr + first + within, mask=has_line, other=0.0)
+    places = _query_places(lines, NUM_HEADS, Q_TOKEN_STRIDE, QUERY_DIM, HAS_DRAFTS)
+    rotated = places + (QUERY_DIM - ROPE_DIM) + rope[None, :]
+    q_rope = tl.load(q_ptr + first_token * Q_TOKEN_STRIDE + rotated, mask=has_line, other=0.0)
     q_latent, q_latent_odd, q_rope, q_rope_odd, score_scale, mean_scale = _split_queries(
         q_latent, q_rope, scales_ptr, layer, RANK, ROPE_DIM
     )
@@ -195,23 +262,27 @@ def _latent_decode_kernel(
         keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
         scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
         scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        # Each tile has a key, so the maximum is finite.
+        is_seen = is_key[None, :]
+        if HAS_DRAFTS:
+            is_seen = is_seen & (keys[None, :] <= last_seen)
+        scores = tl.where(is_seen, scores, float("-inf"))
         bigger = tl.maximum(biggest, tl.max(scores, 1))
-        p = tl.exp2(scores - (bigger - SHIFT)[:, None])
-        shrink = tl.exp2(biggest - bigger)
+        finite = _finite(bigger, HAS_DRAFTS)  # each tile has a key, but maybe none that is seen
+        p = tl.exp2(scores - (finite - SHIFT)[:, None])
+        shrink = tl.exp2(biggest - finite)
         total = total * shrink + tl.sum(p, 1)
         acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
         biggest = bigger
-    means = joined(acc, acc_odd, IS_FP8) / total[:, None] * mean_scale
+    divisor = _divisor(total, HAS_DRAFTS)
+    means = joined(acc, acc_odd, IS_FP8) / divisor[:, None] * mean_scale
     if num_parts == 1:
-        tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=is_head)
+        tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=has_line)
     else:
-        slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_HEADS
+        slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
         partial = partial_ptr + (slot + member[:, None]) * RANK + rank[None, :]
-        tl.store(partial, means, mask=is_head)
-        log_sums = biggest - SHIFT + tl.log2(total)
-        tl.store(log_sums_ptr + slot + member, log_sums, mask=member < TILE_HEADS)
+        tl.store(partial, means, mask=has_line)
+        log_sums = biggest - SHIFT + tl.log2(total)  # of an empty sum -inf
+        tl.store(log_sums_ptr + slot + member, log_sums, mask=is_line)
 
 
 @triton.jit
@@ -219,22 +290,29 @@ def _latent_combine_kernel(
     partial_ptr,
     log_sums_ptr,
     row_parts_ptr,
+    cu_tokens_ptr,  # of rows of several tokens, or None
     out_ptr,
     NUM_HEADS: tl.constexpr,
+    NUM_LINES: tl.constexpr,  # of all tiles
     RANK: tl.constexpr,
     PART_TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Weighted mean of a row's parts for one head, with the parts in order."""
+    """Weighted mean of a row's parts for one line, with the parts in order."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    line = tl.program_id(1)
     first_item = tl.load(row_parts_ptr + row * 2)
     num_parts = tl.load(row_parts_ptr + row * 2 + 1)
     if num_parts < 2:
         return
+    HAS_DRAFTS: tl.constexpr = cu_tokens_ptr is not None
+    first_token, num_queries = _row_tokens(cu_tokens_ptr, row, True)
+    if HAS_DRAFTS:  # noqa: SIM102 - decided while compiling
+        if line >= num_queries * NUM_HEADS:
+            return
     rank = tl.arange(0, RANK)
     biggest = float("-inf")
     total = 0.0
@@ -242,34 +320,35 @@ def _latent_combine_kernel(
     for start in range(0, num_parts, PART_TILE):
         part = start + tl.arange(0, PART_TILE)
         is_part = part < num_parts
-        slot = (first_item + part).to(tl.int64) * NUM_HEADS + head
+        slot = (first_item + part).to(tl.int64) * NUM_LINES + line
         log_sums = tl.load(log_sums_ptr + slot, mask=is_part, other=float("-inf"))
         values = tl.load(
             partial_ptr + slot[:, None] * RANK + rank[None, :], mask=is_part[:, None], other=0.0
         )
         bigger = tl.maximum(biggest, tl.max(log_sums, 0))
-        weights = tl.exp2(log_sums - bigger)
-        shrink = tl.exp2(biggest - bigger)
+        finite = _finite(bigger, HAS_DRAFTS)
+        weights = tl.exp2(log_sums - finite)
+        shrink = tl.exp2(biggest - finite)
         total = total * shrink + tl.sum(weights, 0)
         out = out * shrink + tl.sum(weights[:, None] * values, 0)
         biggest = bigger
-    place = out_ptr + (row * NUM_HEADS + head) * RANK + rank
-    tl.store(place, (out / total).to(out_ptr.dtype.element_ty))
+    place = out_ptr + (first_token * NUM_HEADS + line) * RANK + rank
+    tl.store(place, (out / _divisor(total, HAS_DRAFTS)).to(out_ptr.dtype.element_ty))
 
 
 def fitted_config(
-    shape: LatentShape, device: DeviceProperties, *, whole_rows: bool
+    shape: LatentShape, device: DeviceProperties, *, whole_rows: bool = False, max_queries: int = 1
 ) -> LatentConfig:
-    """Tiles of heads and keys that fit the device's shared memory.
+    """Tiles of lines and keys that fit the device's shared memory.
 
     Raises ValueError if none do.
     """
     memory_bytes = device.shared_memory_per_block_bytes
-    most_heads = _MAX_TILE_HEADS if memory_bytes >= _LARGE_SHARED_MEMORY else _FEW_HEADS
-    num_tiles = _num_tiles(shape.num_heads, most_heads)
-    query_rows = _query_rows(shape.num_heads // num_tiles)
-    is_few = query_rows <= _FEW_HEADS
-    # Few heads: two programs share an SM, one loads while the other computes.
+    most_lines = _MAX_TILE_LINES if memory_bytes >= _LARGE_SHARED_MEMORY else _FEW_LINES
+    num_tiles = _num_tiles(shape.num_heads, max_queries, most_lines)
+    query_rows = _query_rows(-(-shape.num_heads * max_queries // num_tiles))
+    is_few = query_rows <= _FEW_LINES
+    # Few lines: two programs share an SM, one loads while the other computes.
     per_sm = _MANY_PER_SM if is_few else _FEW_PER_SM
     tile_keys, stages = _largest_tile(shape, query_rows, memory_bytes // per_sm)
     if stages == 0:
@@ -290,7 +369,7 @@ def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tup
 
     The matrix instruction of 16 rows keeps one buffer fewer than there are stages.
     """
-    is_few = query_rows <= _FEW_HEADS
+    is_few = query_rows <= _FEW_LINES
     tile_keys = _TILE_KEYS
     while True:
         buffers = stages_that_fit(
@@ -304,22 +383,41 @@ def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tup
         tile_keys //= 2
 
 
-def _num_tiles(num_heads: int, most_heads: int) -> int:
-    """The fewest equal tiles of at most `most_heads` heads."""
-    least = -(-num_heads // most_heads)
-    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+def _num_tiles(num_heads: int, max_queries: int, most_lines: int) -> int:
+    """The fewest tiles of at most `most_lines` lines; of one token's equal parts of its heads."""
+    num_lines = num_heads * max_queries
+    least = -(-num_lines // most_lines)
+    if max_queries > 1:
+        return least
+    return next(n for n in range(least, num_lines + 1) if num_lines % n == 0)
 
 
-def _query_rows(tile_heads: int) -> int:
-    return max(MIN_DOT_ROWS, int(triton.next_power_of_2(tile_heads)))
+def _tile_lines(num_heads: int, max_queries: int, num_tiles: int) -> int:
+    """With drafts a tile fills its product, so that a row of few tokens leaves tiles out."""
+    if max_queries > 1:
+        return _query_rows(-(-num_heads * max_queries // num_tiles))
+    assert num_heads % num_tiles == 0, f"{num_heads} heads in {num_tiles} tiles"
+    return num_heads // num_tiles
+
+
+def _query_rows(tile_lines: int) -> int:
+    return max(MIN_DOT_ROWS, int(triton.next_power_of_2(tile_lines)))
 
 
 def open_latent(
-    rows: RowTensors, max_keys: int, shape: LatentShape, config: LatentConfig
+    rows: RowTensors,
+    max_keys: int,
+    shape: LatentShape,
+    config: LatentConfig,
+    max_queries: int = 1,
 ) -> LatentWork:
-    """Allocate memory for `rows`, each with at most `max_keys` keys; `plan_latent` must fill it."""
+    """Allocate memory for `rows`, each with at most `max_keys` keys; `plan_latent` must fill it.
+
+    max_queries: new tokens of a row at most.
+    """
+    tile_lines = _tile_lines(shape.num_heads, max_queries, config.num_tiles)
     scratch = AttentionShape(
-        num_heads=shape.num_heads,
+        num_heads=config.num_tiles * tile_lines,
         num_kv_heads=config.num_tiles,
         head_dim=shape.rank,
         layer_windows=(None,),
@@ -328,7 +426,7 @@ def open_latent(
     row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
     decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
     split = open_decode(rows, max_keys, scratch, decode)
-    return LatentWork(shape=shape, split=split, row_parts=row_parts)
+    return LatentWork(shape=shape, max_queries=max_queries, split=split, row_parts=row_parts)
 
 
 def _num_extra(num_rows: int, config: LatentConfig) -> int:
@@ -354,16 +452,18 @@ def latent_decode(
     work: LatentWork,
     scales: KvScales | None = None,
 ) -> None:
-    """Row r's query is token r; writes the mean of its latents, nothing for a row without keys.
+    """Writes the means of latents that a row's tokens see, nothing for a row without keys.
 
-    q_latent: [T, heads, rank] and out: [T, heads, rank], contiguous, T >= R; q: [T, heads, nope +
-    rope], tokens may be strided. store: [blocks, layers, 1, block_size, 1, rank + rope], with
-    `scales` of uint8.
+    q_latent: [T, heads, rank] and out: [T, heads, rank], contiguous; q: [T, heads, nope + rope],
+    tokens may be strided. store: [blocks, layers, 1, block_size, 1, rank + rope], with `scales` of
+    uint8.
     """
     shape, split, config = work.shape, work.split, work.split.config
     items = split.items[None]
     tiles = split.shape.num_kv_heads
-    tile_heads = split.shape.num_groups
+    tile_lines = split.shape.num_groups
+    has_drafts = work.max_queries > 1
+    cu_tokens = split.rows.cu_tokens if has_drafts else None
     assert q_latent.is_contiguous(), f"q_latent has strides {q_latent.stride()}"
     assert out.is_contiguous(), f"out has strides {out.stride()}"
     assert q.stride()[1:] == (shape.query_dim, 1), f"q has strides {q.stride()}"
@@ -376,6 +476,8 @@ def latent_decode(
         q,
         words,
         None if scales is None else scales.scale,
+        cu_tokens,
+        split.rows.num_keys if has_drafts else None,
         split.rows.block_ids,
         items,
         split.partial,
@@ -384,8 +486,9 @@ def latent_decode(
         out,
         layer,
         SCALE_LOG2E=shape.scale * math.log2(math.e),
+        NUM_HEADS=shape.num_heads,
         NUM_TILES=tiles,
-        TILE_HEADS=tile_heads,
+        TILE_LINES=tile_lines,
         RANK=shape.rank,
         ROPE_DIM=shape.rope_dim,
         QUERY_DIM=shape.query_dim,
@@ -394,7 +497,7 @@ def latent_decode(
         BLOCK_STRIDE=words.stride(0),
         LAYER_STRIDE=words.stride(1),
         TILE_KEYS=config.tile_keys,
-        QUERY_ROWS=_query_rows(tile_heads),
+        QUERY_ROWS=_query_rows(tile_lines),
         SHIFT=0.0 if scales is None else SHIFT,
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
@@ -404,12 +507,14 @@ def latent_decode(
     )
     if len(items) == len(work.row_parts):
         return  # no row has two parts
-    _latent_combine_kernel[(len(work.row_parts), shape.num_heads)](
+    _latent_combine_kernel[(len(work.row_parts), work.max_queries * shape.num_heads)](
         split.partial,
         split.log_sums,
         work.row_parts,
+        cu_tokens,
         out,
         NUM_HEADS=shape.num_heads,
+        NUM_LINES=tiles * tile_lines,
         RANK=shape.rank,
         PART_TILE=_PART_TILE,
         USE_PDL=use_pdl,

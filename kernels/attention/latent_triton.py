@@ -47,6 +47,29 @@ class TritonLatentMetadata:
     expanded: RowTensors | None = None
 
 
+def attend_absorbed(
+    q: Tensor,
+    up: Tensor,
+    layer: int,
+    store: Tensor,
+    work: LatentWork,
+    out: Tensor,
+    scales: KvScales | None = None,
+    *,
+    is_deterministic: bool = False,
+) -> None:
+    """Attention of the tokens of `work`, absorbed; arguments as of `LatentBackend.run`."""
+    shape = work.shape
+    size = (len(q), shape.num_heads, shape.rank)
+    q_latent, means = (torch.empty(size, dtype=q.dtype, device=q.device) for _ in range(2))
+    to_latents, to_values = up[:, : shape.nope_dim], up[:, shape.nope_dim :].transpose(1, 2)
+    product_by_head(
+        q[..., : shape.nope_dim], to_latents, q_latent, is_deterministic=is_deterministic
+    )
+    latent_decode(q_latent, q, means, layer, store, work, scales)
+    product_by_head(means, to_values, out, is_deterministic=is_deterministic)
+
+
 class TritonLatent:
     """A `GraphLatent`; keeps no state of a step."""
 
@@ -123,33 +146,20 @@ class TritonLatent:
             size = (len(q), shape.num_heads * shape.value_dim)
             out = torch.empty(size, dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
-            self._run_absorbed(q, up, layer, store, metadata.decode, out, scales)
+            num_rows = len(metadata.decode.row_parts)
+            attend_absorbed(
+                q[:num_rows],
+                up,
+                layer,
+                store,
+                metadata.decode,
+                out[:num_rows],
+                scales,
+                is_deterministic=self._is_fixed_tile,
+            )
         if metadata.prefill is not None:
             latent_prefill(q, up, out, layer, store, metadata.prefill, scales)
         return out
-
-    def _run_absorbed(
-        self,
-        q: Tensor,
-        up: Tensor,
-        layer: int,
-        store: Tensor,
-        work: LatentWork,
-        out: Tensor,
-        scales: KvScales | None,
-    ) -> None:
-        """The first tokens of `q`, one for each row of `work`."""
-        shape, num_rows = self._shape, len(work.row_parts)
-        size = (num_rows, shape.num_heads, shape.rank)
-        q_latent, means = (torch.empty(size, dtype=q.dtype, device=q.device) for _ in range(2))
-        to_latents, to_values = up[:, : shape.nope_dim], up[:, shape.nope_dim :].transpose(1, 2)
-        q = q[:num_rows]
-        is_deterministic = self._is_fixed_tile
-        product_by_head(
-            q[..., : shape.nope_dim], to_latents, q_latent, is_deterministic=is_deterministic
-        )
-        latent_decode(q_latent, q, means, layer, store, work, scales)
-        product_by_head(means, to_values, out[:num_rows], is_deterministic=is_deterministic)
 
     def open_graph(
         self,

@@ -52,6 +52,21 @@ def build_latent_attention(
     return PhasedLatent(prefill=prefill, decode=decode, graph=graph, prompt_graph=graph)
 
 
+def build_latent_verification(
+    name: AttentionName, target: Target, *, max_queries: int
+) -> tuple[LatentBackend, GraphLatent | None]:
+    """The decode backend for rows of up to `max_queries` new tokens; again if it can be captured.
+
+    name: of the decode phase. Raises BackendUnavailable as `build_attention` does.
+    """
+    if _resolve(name, "decode", target, fixed_tile=False) == "reference":
+        return _build("reference", target), None
+    from kernels.attention.latent_verify import LatentVerify
+
+    verify = LatentVerify(target.shape, max_queries=max_queries, device=target.device)
+    return verify, verify
+
+
 def automatic_name(phase: str, target: Target) -> AttentionName:
     """The meaning of "auto"."""
     device = device_properties(target.device)

@@ -8,6 +8,7 @@ from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionShape, GraphAttention
 from kernels.attention.reference import ReferenceAttention
 from kernels.attention.select import automatic_name
+from kernels.attention.select_latent import Target, build_latent_verification
 from kernels.device import device_properties
 
 _INSTEAD = "leave speculation.attention_backend at prefill"
@@ -30,12 +31,17 @@ def add_verification(
     is_fp8: as in `build_attention`. Raises BackendUnavailable where there is none that reads a
     row's keys once for all of them.
     """
-    if isinstance(shape, LatentShape):
-        raise BackendUnavailable(f"latent attention has no kernel that verifies; {_INSTEAD}")
     if fixed_tile:
         raise BackendUnavailable(
             f"model.deterministic computes rows of any length with one kernel; {_INSTEAD}"
         )
+    if isinstance(shape, LatentShape):
+        target = Target(
+            shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8
+        )
+        verify, graph = build_latent_verification(names.decode, target, max_queries=max_queries)
+        phases.verify_with(verify, max_queries, graph)
+        return
     name = names.decode
     if name == "auto":
         name = automatic_name("decode", shape, device_properties(device))

@@ -37,7 +37,7 @@ from kernels.attention.eight_bits import (
 )
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.kv.scales import KvScales
-from kernels.pdl import pdl_supported
+from kernels.pdl import pdl_supported, prefetch
 from kernels.quant.decode import knows_e4m3
 
 # Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
@@ -47,6 +47,7 @@ MIN_DOT_ROWS = 16
 _ITEM_FIELDS = tl.constexpr(8)
 _ROW_TILE = tl.constexpr(1024)
 _LOG2E = tl.constexpr(math.log2(math.e))
+_LINE_BYTES = 128  # of the cache
 # Elements of parts combined at once; more would need more registers than the main loop.
 _COMBINED_ELEMENTS = 2048
 
@@ -253,6 +254,18 @@ def _combine_parts(
     tl.store(out_ptr + column, (out / total).to(out_ptr.dtype.element_ty), mask=is_column)
 
 
+@triton.jit
+def _has_no_work(item, num_parts, USE_PDL: tl.constexpr):
+    """Whether a program may leave: at once, so that the others need not wait for its place.
+
+    The first waits, so that the kernel never ends before those that came before it.
+    """
+    if USE_PDL:  # noqa: SIM102 - a constant beside a number of the GPU's
+        if (num_parts == 0) & (item == 0):
+            tl.extra.cuda.gdc_wait()
+    return num_parts == 0
+
+
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _decode_kernel(
     q_ptr,
@@ -284,6 +297,7 @@ def _decode_kernel(
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,  # of a head in the store: words of two e4m3 numbers, or head_dim
+    NUM_LINES: tl.constexpr,  # of the cache that a head's key takes
     SHIFT: tl.constexpr,  # by which power of two weights are too large
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -291,24 +305,32 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     at = items_ptr + item * _ITEM_FIELDS
+    num_parts = tl.load(at + 2)
+    if _has_no_work(item, num_parts, USE_PDL):
+        return
     row = tl.load(at)
     part = tl.load(at + 1)
-    num_parts = tl.load(at + 2)
     first_key = tl.load(at + 3)
     end_key = tl.load(at + 4)
     first_block = tl.load(at + 5)
     first_seen = tl.load(at + 6)
     ids_ptr = block_ids_ptr + first_block
     lane = tl.arange(0, TILE_KEYS)
-    # Ids are loaded one tile ahead, so that no K waits for them. An item without work has no keys.
-    is_first_key = (first_key + lane < end_key) & (num_parts > 0)
+    # Ids are loaded one tile ahead, so that no K waits for them.
+    is_first_key = first_key + lane < end_key
     blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
+    column = tl.arange(0, WIDTH)
+    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * WIDTH
+    v_ptr = k_ptr + HALF_STRIDE
     if USE_PDL:
-        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0.
+        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0. Keys
+        # and values may be in writing, and are not read before the wait; a prefetch sees no values.
+        offsets = key_offsets(blocks, first_key + lane, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
+        lines = tl.arange(0, NUM_LINES) * (WIDTH // NUM_LINES)
+        prefetch(k_ptr + offsets[:, None] + lines[None, :])
+        prefetch(v_ptr + offsets[:, None] + lines[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if num_parts == 0:
-        return
 
     group = tl.arange(0, QUERY_ROWS)
     dim = tl.arange(0, HEAD_DIM)
@@ -320,9 +342,6 @@ def _decode_kernel(
         other=0.0,
     )
     IS_FP8: tl.constexpr = scales_ptr is not None
-    column = tl.arange(0, WIDTH)
-    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * WIDTH
-    v_ptr = k_ptr + HALF_STRIDE
     score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
     q, q_odd, score_scale = split_queries(q, score_scale, QUERY_ROWS, WIDTH, IS_FP8)
     if sinks_ptr is not None:
@@ -476,6 +495,7 @@ def decode_attention(
         PART_TILE=max(1, _COMBINED_ELEMENTS // num_columns),
         NUM_COLUMNS=num_columns,
         WIDTH=words.shape[5],
+        NUM_LINES=max(1, words.shape[5] * words.element_size() // _LINE_BYTES),
         SHIFT=0.0 if scales is None else SHIFT,
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,

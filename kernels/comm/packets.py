@@ -26,7 +26,6 @@ from kernels.pdl import pdl_supported
 from kernels.rms_norm import num_warps_of
 
 BITS = 16
-_BITS = tl.constexpr(BITS)
 _MARK = tl.constexpr(1 << BITS)
 
 

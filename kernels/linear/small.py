@@ -12,7 +12,6 @@ prefetches the first columns of its weight rows to the L2 cache, and only then w
 other kernels write.
 """
 
-import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -23,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.pdl import pdl_supported
+from kernels.pdl import pdl_supported, prefetch
 
 MAX_SMALL_TOKENS = 64
 # Only weights of fewer than 2^15 rows are split, into tiles of 16 rows or more.
@@ -33,9 +32,10 @@ _SIZE_MULTIPLE = 16
 _CACHE_LINE_ELEMENTS = tl.constexpr(64)  # of 16 bits
 _MIN_STAGES = 2
 _MAX_STAGES = 8
-_MIN_BLOCK_K = 64  # a line of the cache
 _KIB = 2**10
-_MAX_WASTE = 1.1  # of waves of programs: what they take over what they fill
+_MAX_SPLIT = 4
+_MAX_SHARED_TOKENS = 32  # more were not measured with other splits
+_MIN_GAIN = 1.1  # in places filled, for which another split pays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,36 +129,56 @@ def choose_config(num_tokens: int, weight: Tensor, *, gated: bool) -> SmallConfi
     device = device_properties(weight.device)
     num_rows, num_columns = weight.shape
     shape, bucket = shape_of(num_rows, num_columns, gated), token_bucket(num_tokens)
-    return evened_config(
+    return shared_config(
         bucket, shape, num_rows, device.num_sms, device.shared_memory_per_block_bytes
     )
 
 
 @cache
-def evened_config(
+def shared_config(
     bucket: int, shape: Shape, num_rows: int, num_sms: int, shared_memory_bytes: int
 ) -> SmallConfig:
-    """`fitted_config`; with less memory a program where only a few would run after all others.
+    """`fitted_config`, or what shares a weight of `num_rows` more evenly among multiprocessors.
 
-    Then all run at once, and share what the GPU's memory gives until the end. Where they are too
-    many for that, the tiling stays.
+    The table was measured with one model's weights. Of others' few programs may be left when all
+    the rest are done: 160 programs keep 28 of 132 multiprocessors twice as long as the rest.
     """
     config = fitted_config(bucket, shape, shared_memory_bytes)
-    num_programs = triton.cdiv(num_rows, config.block_n) * config.split_k
-    needed = config.num_stages * stage_bytes(config, bucket) + 2 * _KIB
-    waves = num_programs / (num_sms * ((shared_memory_bytes + _KIB) // needed))
-    if waves <= 1 or math.ceil(waves) <= _MAX_WASTE * waves:
+    num_tiles = triton.cdiv(num_rows, config.block_n)
+    given = shared_memory_bytes + _KIB
+    if config.split_k == 1:
+        num_beside = given // (config.num_stages * stage_bytes(config, bucket) + 2 * _KIB)
+        if num_beside > 1 or _last_wave(num_tiles, 2 * num_sms, num_sms) <= _last_wave(
+            num_tiles, num_sms, num_sms
+        ):
+            return config
+        return _beside(config, bucket, 2, given) or config
+    tried = replace(config, block_n=64, block_k=128, is_swapped=True, prefetch_k=256)
+    num_tiles_tried = triton.cdiv(num_rows, tried.block_n)
+    split_k = max(range(1, _MAX_SPLIT + 1), key=lambda k: (_fill(k * num_tiles_tried, num_sms), -k))
+    num_programs = split_k * num_tiles_tried
+    gained = _fill(num_programs, num_sms) / _fill(config.split_k * num_tiles, num_sms)
+    if bucket > _MAX_SHARED_TOKENS or gained < _MIN_GAIN:
         return config
+    tried = replace(tried, split_k=split_k)
+    return _beside(tried, bucket, triton.cdiv(num_programs, num_sms), given) or config
+
+
+def _fill(num_programs: int, num_sms: int) -> float:
+    """Programs over places for them, where the busiest multiprocessor has one place for each."""
+    return float(num_programs / (num_sms * triton.cdiv(num_programs, num_sms)))
+
+
+def _last_wave(num_programs: int, num_places: int, num_sms: int) -> int:
+    """Multiprocessors that still have a program in the last wave of `num_places` programs."""
+    return min((num_programs - 1) % num_places + 1, num_sms)
+
+
+def _beside(config: SmallConfig, bucket: int, num_beside: int, given: int) -> SmallConfig | None:
+    """As many stages as let `num_beside` programs share `given` bytes; None = too few."""
     # A program has 1 KiB reserved, and keeps barriers beside its tiles.
-    given = (shared_memory_bytes + _KIB) // triton.cdiv(num_programs, num_sms) - 2 * _KIB
-    block_k = config.block_k
-    while block_k >= _MIN_BLOCK_K:
-        evened = replace(config, block_k=block_k)
-        num_stages = min(given // stage_bytes(evened, bucket), _MAX_STAGES)
-        if num_stages > _MIN_STAGES:
-            return replace(evened, num_stages=num_stages)
-        block_k //= 2
-    return config
+    num_stages = min((given // num_beside - 2 * _KIB) // stage_bytes(config, bucket), _MAX_STAGES)
+    return replace(config, num_stages=num_stages) if num_stages > _MIN_STAGES else None
 
 
 @cache
@@ -216,15 +236,7 @@ def prefetch_rows(
     """
     lines = k_start + tl.arange(0, PREFETCH_K // LINE) * LINE
     columns = tl.minimum(lines, K - 1)
-    addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(weight_ptr + rows[:, None] * K + columns[None, :])
 
 
 @triton.jit
@@ -259,24 +271,32 @@ def _load_weight(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
 
 @triton.jit
 def add_parts(
-    acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Publish this part; returns (whether it was the tile's last, sum of all parts in order)."""
-    part_stride = num_tokens.to(tl.int64) * N
-    tl.store(partials_ptr + part * part_stride + offsets, acc, mask=mask)
+    """Publish this part; returns (whether it was the tile's last, sum of all parts in order).
+
+    acc: [BLOCK_M, BLOCK_N]; partials: [tiles, SPLIT_K, num_tokens, BLOCK_N].
+    """
+    # In one line: of a tile with two sides a thread would read as many bytes one after the other as
+    # of its inputs, and so a warp parts of 32 lines of the cache at once.
+    places = tl.arange(0, BLOCK_M * BLOCK_N)
+    part_size = num_tokens * BLOCK_N
+    mask = places < part_size
+    first = partials_ptr + tile.to(tl.int64) * SPLIT_K * part_size
+    tl.store(first + part * part_size + places, tl.reshape(acc, (BLOCK_M * BLOCK_N,)), mask=mask)
     # Every thread must store its part before the count announces it.
     tl.debug_barrier()
     is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    total = tl.zeros_like(acc)
+    total = tl.zeros((BLOCK_M * BLOCK_N,), dtype=tl.float32)
     if is_last:
         for i in tl.static_range(SPLIT_K):
             # .cg: other multiprocessors wrote these parts to L2, and this L1 may be stale.
             total += tl.load(
-                partials_ptr + i * part_stride + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+                first + i * part_size + places, mask=mask, other=0.0, cache_modifier=".cg"
             )
         tl.store(counters_ptr + tile, 0)
-    return is_last, total
+    return is_last, tl.reshape(total, (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
@@ -317,7 +337,7 @@ def _small_linear_kernel(
     weight_ptr,  # [N, K]
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -367,10 +387,8 @@ def _small_linear_kernel(
         acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = is_token[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         store_rows(
@@ -431,7 +449,9 @@ def _launch(
     partials = y
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.new_empty((cut.split_k, num_tokens, num_rows), dtype=torch.float32)
+        partials = x.new_empty(
+            (num_tiles, cut.split_k, num_tokens, cut.block_n), dtype=torch.float32
+        )
     use_pdl = pdl_supported(x.device)
     _small_linear_kernel[(num_tiles, cut.split_k)](
         x,

@@ -78,7 +78,9 @@ def _load_rows(pointers, is_row, k_offsets, k, K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _weight_rows(tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_rows(
+    tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
     """Rows of a tile; if gated, gate's and up's alternate."""
     # Rows past the end repeat the last and are not stored: cheaper than masking every load.
     w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
@@ -94,7 +96,7 @@ def _product(
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
     k_offsets = tl.arange(0, BLOCK_K)
-    w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
+    w_rows = weight_rows(tile_n, N, IS_GATED, BLOCK_N)
     first_row = expert.to(tl.int64) * N
     w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -146,7 +148,7 @@ def _quantised_product(
             NUM_STAGES, UNROLL, USES_PTX,
         )  # fmt: skip
     else:
-        w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
+        w_rows = weight_rows(tile_n, N, IS_GATED, BLOCK_N)
         acc = coded_product(
             x_pointers, is_row, data_ptr, scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
             TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,

@@ -235,7 +235,7 @@ def build_coded_plan(
     if not is_mxfp4:
         by_routes = _CODED_BY_ROUTES if matrix_device is None else _FOUR_BIT_BY_ROUTES
     invariant = _MXFP4_INVARIANT if is_mxfp4 else _CODED_INVARIANT
-    steps = [(ALWAYS, invariant)] if is_deterministic else _by_tokens(shape, by_routes)
+    steps = [(ALWAYS, invariant)] if is_deterministic else tiles_by_tokens(shape, by_routes)
     pairs = (
         Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
         for most, tile in steps
@@ -259,7 +259,7 @@ def _pairs_by_routes(
     shape: ExpertShape, device: DeviceProperties, element_bytes: int
 ) -> tuple[Pair, ...]:
     pairs: list[Pair] = []
-    for max_tokens, wanted in _by_tokens(shape, _BY_ROUTES):
+    for max_tokens, wanted in tiles_by_tokens(shape, _BY_ROUTES):
         tile = fitted(wanted, device, element_bytes)
         if pairs and pairs[-1].gate_up == tile:
             pairs.pop()
@@ -267,7 +267,7 @@ def _pairs_by_routes(
     return tuple(pairs)
 
 
-def _by_tokens(
+def tiles_by_tokens(
     shape: ExpertShape, by_routes: tuple[tuple[int, Tile], ...]
 ) -> list[tuple[int, Tile]]:
     """Tokens, at most -> tile; by_routes: routes an expert, at most -> tile."""

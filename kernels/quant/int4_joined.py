@@ -3,14 +3,14 @@
     y[t, n] = sum over groups j of s[n, j] * (sum over k in j of q[n, k] x[t, k] - z[n, j] x[t, k])
 
 and silu(gate) * up of two such products; x in pieces that lie side by side as in
-`kernels.quant.fp8_joined`. Read as e4m3, the bytes 0 to 15 are 0 to 15 times 2^-9: the subnormal
+`kernels.quant.fp8_few`. Read as e4m3, the bytes 0 to 15 are 0 to 15 times 2^-9: the subnormal
 numbers, and the first ones above them, which have the same last place. So a byte of two numbers
 takes a shift and two masks to become two operands of Hopper's FP8 units. Zero points take products
 of their own, of a constant operand; sums of 128 columns are added in fp32. Torch twin:
 `engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
 Bytes are in runs of 128 columns (`kernels.quant.int4`), one a step, which share a scale. The rest
-is as in `kernels.quant.fp8_joined`.
+is as in `kernels.quant.fp8_few`.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ from kernels.linear.small import add_parts, load_tokens, prefetch_rows, store_ro
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens
 from kernels.quant.decode import knows_e4m3, nibbles_e4m3, uses_ptx
-from kernels.quant.fp8_joined import add_joined, joined_rows
+from kernels.quant.fp8_few import add_joined, joined_rows
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale
 
-MAX_TOKENS = 64
+MAX_TOKENS = 16  # of more it is slower than `kernels.quant.int4_linear`
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
 _HALF = 64  # bytes of a run
 _RUN = 2 * _HALF
@@ -101,7 +101,7 @@ def _int4_joined_kernel(
     scales_ptr,  # [N, NUM_GROUPS] as CODES says
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -162,10 +162,8 @@ def _int4_joined_kernel(
     tokens = tl.arange(0, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         store_rows(
@@ -228,7 +226,7 @@ def int4_joined_linear(
     partials = x.scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x.scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
     use_pdl = pdl_supported(y.device)
     _int4_joined_kernel[(num_tiles, cut.split_k)](
         x.codes,

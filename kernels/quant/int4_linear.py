@@ -71,7 +71,7 @@ def _int4_linear_kernel(
     factors_ptr,  # [N] fp32 if HAS_FACTORS
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
@@ -129,10 +129,8 @@ def _int4_linear_kernel(
     acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = is_token[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         store_rows(
@@ -191,7 +189,9 @@ def int4_linear(
     if cut.split_k > 1:
         assert num_token_tiles == 1, f"{num_tokens} tokens in parts of columns"
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.new_empty((cut.split_k, num_tokens, num_rows), dtype=torch.float32)
+        partials = x.new_empty(
+            (num_tiles, cut.split_k, num_tokens, cut.block_n), dtype=torch.float32
+        )
     use_pdl = pdl_supported(x.device)
     run = 2 * weight.half
     _int4_linear_kernel[(num_tiles, cut.split_k, num_token_tiles)](

@@ -34,29 +34,32 @@ from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale
 
 _VECTOR = tl.constexpr(16)  # bytes of one load
-# Chosen by arithmetic and by what the compiler reports; not measured yet. A warp loads 512 bytes of
-# a row at once. With four rows a thread executes 3.8 instructions a byte of FP8 (with two 4.6) and
-# 7.7 a byte of 4 bits (with eight 6.8); an H200's memory takes as long as 6.2. Weights of 4096 rows
-# have two programs a multiprocessor, with 64 KiB on their way; smaller ones have programs of fewer
-# rows.
+# Chosen by arithmetic, by what the compiler reports and by a race on an H200, see
+# load_tests/results. A warp loads 512 bytes of a row at once. With four rows a thread executes 3.8
+# instructions a byte of FP8 (with two 4.6) and 7.7 a byte of 4 bits (with eight 6.8); an H200's
+# memory takes as long as 6.2. Weights of 4096 rows have two programs a multiprocessor, with 64 KiB
+# on their way; smaller ones have programs of fewer rows. Short rows are prefetched whole: an output
+# product comes after attention, during which there is time for it.
 _CONFIG = QuantConfig(block_m=1, block_n=16, block_k=512, num_warps=4, num_stages=5)
+_INT4_BLOCK = 1024  # bytes
 _FEW_ROWS = 4096
+_SHORT_ROW = 4096  # bytes
 
 
-def choose_config(num_rows: int) -> QuantConfig:
+def choose_config(num_rows: int, row_bytes: int) -> QuantConfig:
     """The tiling for a weight of `num_rows` rows."""
-    return _CONFIG if num_rows >= _FEW_ROWS else replace(_CONFIG, block_n=8)
+    config = _CONFIG if num_rows >= _FEW_ROWS else replace(_CONFIG, block_n=8)
+    if row_bytes > _SHORT_ROW:
+        return config
+    return replace(config, prefetch_bytes=max(128, triton.next_power_of_2(row_bytes)))
 
 
-def _begin(
-    x: Tensor, num_rows: int, num_columns: int, config: QuantConfig | None, *, gated: bool
-) -> tuple[QuantConfig, Tensor]:
-    """Checks what is given; returns the tiling and memory for the result."""
+def _begin(x: Tensor, num_rows: int, num_columns: int, cut: QuantConfig, *, gated: bool) -> Tensor:
+    """Checks what is given; returns memory for the result."""
     assert len(x) == 1, f"{len(x)} tokens"
     check_inputs(x, num_columns)
-    cut = config or choose_config(num_rows)
     assert cut.split_k == 1, "columns are not split"
-    return cut, x.new_empty((1, num_rows // 2 if gated else num_rows))
+    return x.new_empty((1, num_rows // 2 if gated else num_rows))
 
 
 @triton.jit
@@ -140,7 +143,8 @@ def fp8_one_token(
     Returns [1, N]; gated: silu(gate) * up, [1, N / 2], with rows of gate first in the weight.
     """
     num_rows, num_columns = weight.codes.shape
-    cut, y = _begin(x, num_rows, num_columns, config, gated=gated)
+    cut = config or choose_config(num_rows, num_columns)
+    y = _begin(x, num_rows, num_columns, cut, gated=gated)
     use_pdl = pdl_supported(x.device)
     _fp8_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
         x,
@@ -266,7 +270,8 @@ def int4_one_token(
     """
     num_rows, row_bytes = weight.packed.shape
     assert supports_one_token(weight), f"{weight.codes}: floats of four bits"
-    cut, y = _begin(x, num_rows, 2 * row_bytes, config, gated=gated)
+    cut = config or replace(choose_config(num_rows, row_bytes), block_k=_INT4_BLOCK)
+    y = _begin(x, num_rows, 2 * row_bytes, cut, gated=gated)
     use_pdl = pdl_supported(x.device)
     _int4_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
         x,

@@ -3,6 +3,7 @@
     python -m load_tests.lab.bench_accepted --shapes qwen3-8b --drafts 3:2.5 1:1.75
     python -m load_tests.lab.bench_accepted --drafts 3:2.5 --attention-backend prefill
     python -m load_tests.lab.bench_accepted --drafts 3:2.5 --draft-shapes qwen3-draft
+    python -m load_tests.lab.bench_accepted --drafts 3:2.5 --on-device
     python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1
 
 3:2.5 = three drafts a row in every step, of which a row gets 2.5 tokens on average. Acceptance is
@@ -11,7 +12,8 @@ and then as many drafts count as are drawn here, each with one probability after
 So the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep:
 the controller decides how many drafts there are, for each such probability. --draft-shapes: a model
 of such shapes makes the drafts, by passes that are part of the time; they count as is drawn here,
-decided on the device where steps overlap.
+decided on the device where steps overlap. --on-device: the device looks up each row's drafts in its
+text (`speculation.ngrams_on_device`) and takes whatever it finds, so rows are in every step.
 
 In this process, weights at random, greedy, no prefix cache. Milliseconds a token = 128th part of
 the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
@@ -40,7 +42,7 @@ from configs.schema import AppConfig
 from engine.core import Executor, PendingStep
 from engine.models.llama_weights import layer_tensors, outer_tensors
 from engine.models.spec import load_spec
-from engine.plan import StepPlan, StepResult
+from engine.plan import StepPlan, StepResult, given
 from engine.request import Request
 from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
@@ -77,6 +79,31 @@ class ArbitraryDrafts(HostDrafter):
         """Does nothing."""
 
 
+class LookedUpDrafts(ArbitraryDrafts):
+    """The same of rows whose drafts the device looks up, behind tokens in flight."""
+
+    def __init__(self) -> None:
+        self._told = RequestNgrams()
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        return True
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        return [
+            [given(place) for place in range(num_drafts)]
+            if num_in_flight
+            else [DRAFT_ID] * num_drafts
+            for _, num_drafts, num_in_flight in asked
+        ]
+
+    def tell(self, request: Request) -> tuple[int, list[int]]:
+        return self._told.tell(request)
+
+    def forget(self, request: Request) -> None:
+        self._told.forget(request)
+
+
 class SyntheticAcceptance:
     """An executor whose rows with drafts get as many of them as are drawn here.
 
@@ -85,7 +112,7 @@ class SyntheticAcceptance:
     """
 
     def __init__(self, executor: Executor, *, seed: int) -> None:
-        """Where the executor's drafts are a model's, samples are changed on its device."""
+        """Where the device decides which drafts count, samples are changed there."""
         self._executor = executor
         self._draw = random.Random(seed)
         self.guesses = executor.guesses if isinstance(executor, DeviceExecutor) else None
@@ -209,8 +236,10 @@ def accept_synthetically(ours: EngineInProcess, probability: float = 0.0) -> Syn
     Drafts are a model's, if one drafts, else arbitrary ids in place of n-grams.
     """
     core, made = ours.engine.core, list[SyntheticAcceptance]()
-    if isinstance(core.scheduler.drafting.drafter, RequestNgrams):
-        core.scheduler.drafting.drafter = ArbitraryDrafts()
+    drafter = core.scheduler.drafting.drafter
+    if isinstance(drafter, RequestNgrams):
+        arbitrary = LookedUpDrafts() if drafter.can_propose_ahead else ArbitraryDrafts()
+        core.scheduler.drafting.drafter = arbitrary
 
     def wrap(executor: Executor) -> SyntheticAcceptance:
         made.append(SyntheticAcceptance(executor, seed=0))
@@ -304,6 +333,7 @@ def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) 
         settings |= {
             "speculation.drafter": "draft_model" if args.draft_model else "ngram",
             "speculation.model_path": args.draft_model,
+            "speculation.ngrams_on_device": args.on_device,
             "scheduler.overlap": False if args.in_turn else None,
             "speculation.max_drafts": drafts.num_drafts,
             "speculation.max_temperature": 9.0,
@@ -379,6 +409,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-shapes", choices=sorted(SHAPES), help="of a model that drafts")
     parser.set_defaults(draft_model=None)  # its folder
     parser.add_argument("--in-turn", action="store_true", help="steps with drafts do not overlap")
+    parser.add_argument("--on-device", action="store_true", help="the device looks up drafts")
     parser.add_argument("--sweep", nargs="*", type=float, default=[], metavar="PROBABILITY")
     parser.add_argument("--max-drafts", type=int, default=8, help="with --sweep")
     parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="decode")

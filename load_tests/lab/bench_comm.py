@@ -1,11 +1,12 @@
 """Sums over the ranks of one host: ours through peer memory beside NCCL's, alone and with the norm
 
     python -m load_tests.lab.bench_comm [--ranks 2] [--widths 5120 8192] [--rows 1 16 64 ...]
+    python -m load_tests.lab.bench_comm --columns scatter "NCCL scatter" gather "NCCL's"
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
 and norm in one kernel, so is `stream`, in pieces; `+ norm` the sum and the norm after it; `gather`
-of as much from each rank. `of more` blocks: two on a multiprocessor. What `kernels.comm.limits`
-holds is read from here. Processes see one GPU each.
+of as much from each rank; `scatter` leaves each rank its rows of a sum. `of more` blocks: two on a
+multiprocessor. What `kernels.comm.limits` holds is read from here. Processes see one GPU each.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from engine.ranks.comm import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
-from kernels.comm.shares import gather_shares
+from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import MAX_BLOCKS
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
@@ -54,6 +55,8 @@ COLUMNS = (
     "NCCL",
     "gather",
     "NCCL's",
+    "scatter",
+    "NCCL scatter",
     "norm",
 )
 
@@ -89,6 +92,10 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
         found["two shots of more"] = partial(sum_add_norm, *rows, more, two_shots=True)
         found["gather"] = partial(gather_shares, x, memory)
         found["NCCL's"] = partial(nccl.all_gather, x)
+    if num_rows % size == 0:
+        found["NCCL scatter"] = partial(nccl.reduce_scatter, x)
+        if x.nbytes <= memory.slot_bytes:
+            found["scatter"] = partial(scatter_sum, x, memory)
     return found
 
 
@@ -119,11 +126,12 @@ def measure(rank: Rank, store: Path, args: argparse.Namespace) -> str:
     torch.cuda.set_device(device)
     comm = connect_ranks(rank, dist.FileStore(str(store), rank.size), device, PATIENCE_S)
     assert isinstance(comm, PeerRanks), "these GPUs do not map each other's memory"
-    rows: list[tuple[str, ...]] = [("rows", "width", "MiB", *COLUMNS)]
+    rows: list[tuple[str, ...]] = [("rows", "width", "MiB", *args.columns)]
     for width in args.widths:
         for num_rows in args.rows:
             ways = operations(comm, num_rows, width)
-            times = [f"{time_us(comm, ways[way]):.2f}" if way in ways else "" for way in COLUMNS]
+            asked = [ways.get(way) for way in args.columns]
+            times = ["" if run is None else f"{time_us(comm, run):.2f}" for run in asked]
             rows.append((str(num_rows), str(width), f"{num_rows * width / 2**19:.2f}", *times))
     name = torch.cuda.get_device_name(device)
     comm.close()
@@ -135,6 +143,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2)
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS, metavar="NAME")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -13,7 +13,9 @@ In this process, random weights, greedy, no end of sequence, prefix cache off, a
 peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
-`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py).
+`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). What the
+host does between two launches, on every rank, and how steady steps are beside streams comes last,
+and with `--works none` alone.
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 
@@ -239,6 +241,7 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
         "scheduler.max_num_seqs": args.max_rows,
         "scheduler.overlap": False if args.no_overlap else None,
+        "scheduler.short_share": 0.0,  # all blocks are for the works, as the peer's are
         "execution.cuda_graphs": False if args.eager else None,
         "workers.tensor_parallel_size": args.tensor_parallel,
         "execution.enable_two_batch_overlap": args.overlap_batches,

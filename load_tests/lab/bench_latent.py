@@ -4,11 +4,17 @@
     python -m load_tests.lab.bench_latent --heads 128 --rows 1 16 64 --keys 4096
     python -m load_tests.lab.bench_latent --heads 16 --rows 64 --keys 4096 --tiles
     python -m load_tests.lab.bench_latent --fp8 --keys 4096
+    python -m load_tests.lab.bench_latent --queries 2 4 5         # of rows that verify drafts
 
 Decode: one new token a row, absorbed, in a CUDA graph over several layers, so that latents come
 from memory. `attention` is the whole backend: queries of latents, attention, values. Before it is
 timed it is held against the torch backend. `--tiles` tries tilings of the decode kernel. Prompts:
-a layer of the backends that this machine has, without history. Exits with 1 if a case differs.
+a layer of the backends that this machine has, without history.
+
+With `--queries` rows that verify drafts, instead of both: `verify` reads a row's latents once for
+all its queries, beside each token as a row of its own (graphs of the prefill backend), the backend
+of prompts, which makes keys, and a decode step of as many rows. Its floor is the longer one of the
+time to read the latents and that of the products. Exits with 1 if a case differs.
 """
 
 import argparse
@@ -26,6 +32,7 @@ from kernels.attention.latent_decode import LatentConfig, fitted_config
 from kernels.attention.latent_flash import FlashLatent
 from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.latent_triton import TritonLatent
+from kernels.attention.latent_verify import LatentVerify
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales
@@ -56,10 +63,10 @@ def _shape(num_heads: int) -> LatentShape:
     )
 
 
-def _step(num_rows: int, num_keys: int) -> AttentionStep:
+def _step(num_rows: int, num_keys: int, num_queries: int = 1) -> AttentionStep:
     num_blocks = -(-num_keys // BLOCK_SIZE)
     blocks = torch.randperm(num_rows * num_blocks).view(num_rows, num_blocks).tolist()
-    return build_step([1] * num_rows, [num_keys - 1] * num_rows, blocks, "cuda")
+    return build_step([num_queries] * num_rows, [num_keys - num_queries] * num_rows, blocks, "cuda")
 
 
 def _data(
@@ -156,6 +163,56 @@ def tilings(shape: LatentShape) -> list[LatentConfig]:
     ]
 
 
+def measure_verification(
+    shape: LatentShape, num_rows: int, num_keys: int, num_queries: int, scales: KvScales | None
+) -> tuple[list[str], bool]:
+    """A line of the table, and whether all ways give what torch gives."""
+    step = _step(num_rows, num_keys, num_queries)
+    given = _data(shape, step, scales)
+    q, new, up, store = given
+    reference = _build(ReferenceLatent, shape, is_fp8=scales is not None)
+    truth = reference.run(q, new, up, 0, store, reference.plan(step), None, scales).float()
+    verify = LatentVerify(shape, max_queries=num_queries, device=torch.device("cuda"))
+    triton = _build(TritonLatent, shape)
+    by_token = triton.open_graph(step.device_rows, max_keys=num_keys, max_tokens=step.num_tokens)
+    triton.begin(by_token)
+    cells, is_good = [], True
+    for backend, metadata in (
+        (verify, verify.plan(step)),
+        (triton, by_token),
+        (triton, triton.plan(step)),
+    ):
+        found = backend.run(q, new, up, 0, store, metadata, None, scales).float()
+        error = float((found - truth).norm() / truth.norm())
+        is_good = is_good and error < MAX_ERROR
+        cells.append(f"{_layers_us(backend, given, metadata, scales):.1f}")
+    singles = _step(num_rows, num_keys)
+    few = q[:num_rows], new[:num_rows], up, store
+    cells.append(f"{_layers_us(triton, few, triton.plan(singles), scales):.1f}")
+    pairs = num_rows * num_keys * num_queries * shape.num_heads
+    flops = 2 * pairs * (shape.width + shape.rank)
+    num_bytes = num_rows * num_keys * shape.width * store.element_size()
+    floor_us = 1e6 * H200_MEASURED.seconds(num_bytes, flops)
+    sizes = [str(n) for n in (shape.num_heads, num_rows, num_keys, num_queries)]
+    return [*sizes, *cells, f"{floor_us:.1f}"], is_good
+
+
+def _layers_us(
+    backend: Any,  # noqa: ANN401
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    metadata: Any,  # noqa: ANN401
+    scales: KvScales | None,
+) -> float:
+    """Microseconds a layer; given: as of `_data`."""
+    q, new, up, store = given
+    return graph_us(
+        [
+            partial(backend.run, q, new, up, layer, store, metadata, None, scales)
+            for layer in range(NUM_LAYERS)
+        ]
+    )
+
+
 def measure_prompts(
     shape: LatentShape, num_rows: int, num_tokens: int
 ) -> Iterator[tuple[list[str], bool]]:
@@ -183,6 +240,23 @@ def measure_prompts(
         yield [*cells, f"{flops / us / 1e6:.0f}", f"{error:.1e}"], error < MAX_ERROR
 
 
+def _show_verification(args: argparse.Namespace, scales: KvScales | None) -> int:
+    columns = ["heads", "rows", "keys", "queries", "verify us", "by token", "prompts", "1 token"]
+    lines = [[*columns, "floor us"]]
+    is_good = True
+    for num_heads in args.heads:
+        for num_rows in args.rows:
+            for num_keys in args.keys:
+                for num_queries in args.queries:
+                    line, is_same = measure_verification(
+                        _shape(num_heads), num_rows, num_keys, num_queries, scales
+                    )
+                    lines.append(line)
+                    is_good = is_good and is_same
+    print(render_rows(lines))
+    return 0 if is_good else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--heads", type=int, nargs="*", default=[16, 128])
@@ -190,8 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--tiles", action="store_true", help="try tilings of the decode kernel")
     parser.add_argument("--fp8", action="store_true", help="decode: latents as e4m3 numbers")
+    parser.add_argument("--queries", type=int, nargs="*", default=[], help="of rows that verify")
     args = parser.parse_args(argv)
     scales = _scales() if args.fp8 else None
+    if args.queries:
+        return _show_verification(args, scales)
     lines = [["heads", "rows", "keys", "us a layer", "floor us", "of floor", "error", "tiles"]]
     is_good = True
     for num_heads in args.heads:

@@ -94,7 +94,7 @@ def kernels_of(num_tokens: int, gated: bool, cuts: Sequence[MediumConfig]) -> di
         found[f"medium {name}"] = partial(_by_cut, medium, cut)
     if num_tokens <= MAX_SMALL_TOKENS:
         found["small"] = lambda x, weight: small(x, weight, None, counters)
-        found["small, not evened"] = lambda x, weight: small(
+        found["small, as in the table"] = lambda x, weight: small(
             x, weight, None, counters, _measured_cut(num_tokens, weight, gated)
         )
     found["large"] = lambda x, weight: large(x, weight, None)

@@ -5,9 +5,10 @@
     python -m load_tests.lab.bench_moe --tune
     python -m load_tests.lab.bench_moe --format nvfp4    # quantised experts: bench_quant's formats
 
-`rounded` is a step of FP8 experts but for the router, of inputs rounded to FP8, which the engine
-does not do. Routes are uniform, weights are not in the cache (moe_step.py). A floor is the time to
-read the weights of the experts that have tokens, or to multiply by them, whichever is longer.
+`rounded` is a step but for the router with FP8 or INT4 experts and inputs rounded to FP8, as the
+engine does from `execution.round_expert_inputs_from` tokens on; then come other tiles (routes,
+rows, warps, stages). Routes are uniform, weights are not in the cache (moe_step.py). A floor is the
+time to read the weights of experts that have tokens, or to multiply by them, whichever is longer.
 `--tune` tries tiles at every number of tokens and prints the best as an entry of
 kernels/moe/tiles.py; then it times them. A case that fails is a line of the table.
 """
@@ -25,13 +26,15 @@ import torch
 
 from engine.layers.moe_cuda import expert_plan
 from kernels.device import device_properties
-from kernels.moe.tiles import ExpertShape, TilePlan, is_tuned
+from kernels.moe.tiles import ExpertShape, Tile, TilePlan, is_tuned
 from load_tests.lab.bench_quant import FORMATS
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
     H200_MEASURED,
     LIBRARY,
     MAX_ERROR,
+    MAX_ROUNDED_ERROR,
+    ROUNDED,
     Call,
     Layer,
     MoeStep,
@@ -94,7 +97,7 @@ def measure(
             "sum": step.total,
         }
     if step.can_be_rounded:
-        kernels["rounded"] = step.rounded
+        kernels |= {_name(tile): partial(step.rounded, tile) for tile in _tiles(step)}
     kernels["whole"] = partial(step.whole, plan)
     yield from _timed(step, kernels, plan, timer, machine)
 
@@ -122,9 +125,7 @@ def _timed(
         took_us, note = None, ""
         try:
             took_us = timer(calls())
-            if name == "whole":
-                error = step.worst_error(plan)
-                note = f"off by {error:.1e}" + (" WRONG" if not error <= MAX_ERROR else "")
+            note = _error_note(step, name, plan)
         except Exception as error:  # noqa: BLE001 - one case must not end the others
             note = f"{type(error).__name__}: {str(error)[:80]}"
         yield Timing(
@@ -135,6 +136,29 @@ def _timed(
             floor_us=step.floor_us(name, machine),
             note=note,
         )
+
+
+def _tiles(step: MoeStep) -> Sequence[Tile | None]:
+    """The tiles of `rounded` steps to time; None = the engine's."""
+    return (None, *step.rounded_tiles)
+
+
+def _name(tile: Tile | None) -> str:
+    if tile is None:
+        return ROUNDED
+    return f"{ROUNDED} {tile.block_m} {tile.block_n} {tile.num_warps} {tile.num_stages}"
+
+
+def _error_note(step: MoeStep, kernel: str, plan: TilePlan) -> str:
+    """How far a whole step is off; nothing of a part."""
+    if kernel == "whole":
+        error, limit = step.worst_error(plan), MAX_ERROR
+    elif kernel.startswith(ROUNDED):
+        tile = next(tile for tile in _tiles(step) if _name(tile) == kernel)
+        error, limit = step.rounded_error(tile), MAX_ROUNDED_ERROR
+    else:
+        return ""
+    return f"off by {error:.1e}" + (" WRONG" if not error <= limit else "")
 
 
 def run(

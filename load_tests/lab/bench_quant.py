@@ -2,7 +2,7 @@
 
     python -m load_tests.lab.bench_quant                        # everything, into a table
     python -m load_tests.lab.bench_quant --formats int4 --kinds gated --tokens 1 64 --tune
-    python -m load_tests.lab.bench_quant --formats fp8-row --tokens 1 16 64 --ways pieces --tune
+    python -m load_tests.lab.bench_quant --formats fp8-row --tokens 16 64 --ways rounded --tune
 
 Kernels are compiled first, in processes side by side. Each is then held against float64 of the same
 quantised numbers, and a CUDA graph computes one product with each of several weights, more than the
@@ -10,11 +10,12 @@ L2 cache holds; a time is the median of replays, a product. A case that fails is
 why. The floor is the weight's bytes over the memory's rate or the operations over the matrix units'
 (at twice bfloat16's rate where both operands are FP8), whichever is longer.
 
-`chosen` is what the engine runs by itself, `pieces` what it runs after a norm or a gate for up to
-64 tokens, `one` multiplies one token without matrix units, `weights` decodes weights in registers,
-`joined` multiplies pieces side by side (`joined 1 piece`: inputs rounded), `many` is what it runs
-for many tokens; `--tune` tries other tilings of `one`, `weights`, `pieces` and `joined`
-(`joined-1-piece`), and of products of FP8 tiles.
+`chosen` is what the engine runs by itself. `pieces` and `rounded` are products of up to 64 tokens
+whose inputs were coded before, without the time that this takes: the engine runs one of them after
+a norm, and after a gate of more than 16 tokens one in groups of 128 columns (`rounded-128`,
+`pieces-128`). `one` multiplies one token without matrix units, `weights` decodes weights in
+registers, `many` is what the engine runs for many tokens. `--tune` tries other tilings of `one`,
+`weights`, `pieces` and `rounded`, and of products of FP8 tiles.
 """
 
 import argparse
@@ -39,11 +40,11 @@ from kernels.fused import TritonOps
 from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
 from kernels.quant.coded_tokens import CodedTokens, InputForm
-from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
-from kernels.quant.fp8_joined import fp8_joined_linear
+from kernels.quant.fp8_blocks import TILE_COLUMNS, BlocksConfig, fp8_blocks
+from kernels.quant.fp8_few import MAX_TOKENS as MAX_FEW_TOKENS
+from kernels.quant.fp8_few import fp8_few_linear
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
-from kernels.quant.fp8_pieces import fp8_pieces_linear
-from kernels.quant.int4_joined import int4_joined_linear, supports_joined
+from kernels.quant.int4_joined import int4_joined_linear
 from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
 from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
@@ -165,8 +166,9 @@ def ways_of(
         return
     maps = [linear for linear in chosen if isinstance(linear, QuantizedLinear)]
     is_rounded = weight_format.startswith("fp8")
-    many_from = maps[0].product.many_from
-    yield Way(name="chosen", products=chosen, is_rounded=is_rounded and num_tokens >= many_from)
+    form = maps[0].form(num_tokens)
+    rounds = form is not None and form.pieces == 1
+    yield Way(name="chosen", products=chosen, is_rounded=rounds)
     if num_tokens <= 1024:
         cuts: list[QuantConfig | None] = [None]
         cuts += tilings(num_tokens) if tune else []
@@ -180,11 +182,8 @@ def ways_of(
         yield Way(name="many", products=products, is_rounded=is_rounded)
     if num_tokens == 1:
         yield from _one_token_ways(maps, gated=gated, tune=tune)
-    form = maps[0].form(num_tokens)
-    if form is not None and form.pieces == 2:
-        yield from _pieces_ways(maps, form, num_tokens, gated=gated, tune=tune)
-    if num_tokens <= 64:
-        yield from _joined_ways(maps, num_tokens, gated=gated, tune=tune)
+    if num_tokens <= MAX_FEW_TOKENS:
+        yield from _coded_ways(weight_format, maps, num_tokens, gated=gated, tune=tune)
     if is_rounded and num_tokens >= 16:
         yield from _rounded_ways(weight_format, weights, maps, gated=gated, tune=tune)
 
@@ -233,87 +232,56 @@ def _of_one(linear: QuantizedLinear, cut: QuantConfig | None, gated: bool) -> Pr
     return None
 
 
-def _pieces_ways(
+def _coded_ways(
+    weight_format: str,
     maps: Sequence[QuantizedLinear],
-    form: InputForm,
     num_tokens: int,
     *,
     gated: bool,
     tune: bool,
 ) -> Iterator[Way]:
-    """Products of inputs that were coded before, without the time that this takes.
-
-    A deep weight's inputs are coded by a gate, in groups of half its tile.
-    """
-    operands = [linear.product.weight for linear in maps if isinstance(linear.product, Fp8Matrix)]
-    num_rows, num_columns = operands[0].codes.shape
-    if num_columns > 2 * num_rows:
-        form = replace(form, group=64 if num_tokens <= 32 else 128)
-    cuts = [None, *(PIECES_TILINGS[64 if num_tokens > 32 else 16] if tune else ())]
-    for cut in cuts:
-        name = "pieces" if cut is None else f"pieces {_numbers(cut)}"
-        products = [_by_pieces(operand, form, cut, gated) for operand in operands]
-        yield Way(name=name, products=products)
-
-
-def _joined_ways(
-    maps: Sequence[QuantizedLinear], num_tokens: int, *, gated: bool, tune: bool
-) -> Iterator[Way]:
-    """Products of inputs that were coded before; a deep weight's FP8 inputs by a gate."""
-    cuts = JOINED_TILINGS[64 if num_tokens > 16 else 16] if tune else ()
-    for num_pieces in (2, 1):
-        for cut in (None, *cuts):
-            name = "joined 1 piece" if num_pieces == 1 else "joined"
-            if cut is not None:
-                cut = replace(cut, block_m=max(cut.block_m, 1 << (num_tokens - 1).bit_length()))
-                name = f"{name.replace(' ', '-')} {_numbers(cut)}"
-            products = [
-                made for linear in maps if (made := _by_joined(linear, num_pieces, cut, gated))
-            ]
+    """Products of inputs that were coded before, without the time that this takes."""
+    block_m = 1 << (num_tokens - 1).bit_length()
+    tried = CODED_TILINGS[64 if num_tokens > 16 else 16] if tune else ()
+    cuts = (None, *(replace(cut, block_m=max(cut.block_m, block_m)) for cut in tried))
+    form = maps[0].form(1)
+    if form is None:
+        return
+    num_columns = form.group
+    tiles = TILE_COLUMNS if weight_format == "fp8-block" else num_columns
+    for name, form in (
+        ("pieces", InputForm(pieces=2, group=num_columns)),
+        ("pieces-128", InputForm(pieces=2, group=128)),
+        ("rounded", InputForm(pieces=1, group=tiles)),
+        ("rounded-128", InputForm(pieces=1, group=128)),
+    ):
+        for cut in cuts:
+            products = [made for linear in maps if (made := _of_coded(linear, form, cut, gated))]
             if products:
-                yield Way(name=name, products=products, is_rounded=num_pieces == 1)
+                way = name if cut is None else f"{name} {_numbers(cut)}"
+                yield Way(name=way, products=products, is_rounded=form.pieces == 1)
 
 
-def _by_joined(
-    linear: QuantizedLinear, num_pieces: int, cut: QuantConfig | None, gated: bool
+def _of_coded(
+    linear: QuantizedLinear, form: InputForm, cut: QuantConfig | None, gated: bool
 ) -> Product | None:
+    """None = the format has no such product."""
     product, counters = linear.product, tile_counters(torch.device("cuda"))
     coded: dict[int, CodedTokens] = {}
 
-    def code(x: Tensor, group: int) -> CodedTokens:
+    def code(x: Tensor) -> CodedTokens:
         if x.data_ptr() not in coded:
-            coded[x.data_ptr()] = code_tokens(x, InputForm(pieces=num_pieces, group=group))
+            coded[x.data_ptr()] = code_tokens(x, form)
         return coded[x.data_ptr()]
 
     if isinstance(product, Fp8Matrix):
         fp8 = product.weight
-        num_rows, num_columns = fp8.codes.shape
-        group = num_columns if num_columns <= 2 * num_rows or num_pieces == 1 else 32
-        return lambda x: fp8_joined_linear(
-            code(x, group if len(x) <= 16 or group > 32 else 64), fp8, x.dtype, counters, cut,
-            gated=gated,
-        )  # fmt: skip
+        return lambda x: fp8_few_linear(code(x), fp8, x.dtype, counters, cut, gated=gated)
     assert isinstance(product, FourBitMatrix)
     int4 = product.weight
-    if num_pieces == 1 or not supports_joined(int4, torch.bfloat16):
+    if form != product.form(1):
         return None
-    return lambda x: int4_joined_linear(
-        code(x, x.shape[1]), int4, x.dtype, counters, cut, gated=gated
-    )
-
-
-def _by_pieces(
-    operand: Fp8Operand, form: InputForm, cut: QuantConfig | None, gated: bool
-) -> Product:
-    counters = tile_counters(torch.device("cuda"))
-    coded: dict[int, CodedTokens] = {}
-
-    def product(x: Tensor) -> Tensor:
-        if x.data_ptr() not in coded:
-            coded[x.data_ptr()] = code_tokens(x, form)
-        return fp8_pieces_linear(coded[x.data_ptr()], operand, x.dtype, counters, cut, gated=gated)
-
-    return product
+    return lambda x: int4_joined_linear(code(x), int4, x.dtype, counters, cut, gated=gated)
 
 
 def _build(weight: LinearWeight, gated: bool) -> Linear:
@@ -329,8 +297,18 @@ def _library(weight: Tensor, gated: bool) -> Product:
 
 
 def _by_weights(linear: QuantizedLinear, cut: QuantConfig | None, gated: bool) -> Product:
-    counters = tile_counters(torch.device("cuda"))
-    return lambda x: linear.product.few(x, counters, cut, gated=gated)
+    product, counters = linear.product, tile_counters(torch.device("cuda"))
+    if isinstance(product, FourBitMatrix):
+        num_rows, num_columns = product.weight.packed.shape[0], 2 * product.weight.packed.shape[1]
+    else:
+        assert isinstance(product, Fp8Matrix)
+        num_rows, num_columns = product.weight.codes.shape
+
+    def by_weights(x: Tensor) -> Tensor:
+        wanted = cut or fp8_linear.choose_config(len(x), num_rows, num_columns)
+        return product.few(x, counters, wanted, gated=gated)
+
+    return by_weights
 
 
 def _by_blocks(operand: Fp8Operand, cut: BlocksConfig) -> Product:
@@ -376,59 +354,36 @@ def tilings(num_tokens: int) -> list[QuantConfig]:
 
 
 # By the tokens of a tile, which is no smaller than the number of tokens.
-PIECES_TILINGS = {
+CODED_TILINGS = {
     tokens: [
         QuantConfig(
-            block_m=m, block_n=n, block_k=k, split_k=split, num_warps=warps, num_stages=stages
+            block_m=8, block_n=n, block_k=k, split_k=split, num_warps=warps, num_stages=stages
         )
-        for m, n, k, warps, stages in cuts
-        for split in (1, 2, 4, 8)
+        for n, k, warps, stages, splits in cuts
+        for split in splits
     ]
     for tokens, cuts in (
         (
             16,
             (
-                (16, 64, 128, 4, 6),
-                (16, 64, 256, 4, 4),
-                (16, 128, 128, 4, 3),
-                (16, 128, 128, 4, 5),
-                (16, 128, 128, 8, 4),
-                (16, 128, 256, 8, 4),
-                (16, 256, 128, 8, 3),
+                (64, 128, 4, 4, (1, 4, 6)),
+                (64, 128, 4, 6, (1, 2, 4, 6)),
+                (64, 256, 4, 4, (1, 2, 4)),
+                (128, 128, 4, 4, (2, 4)),
+                (128, 128, 8, 4, (2, 4)),
+                (256, 128, 8, 4, (1,)),
             ),
         ),
         (
             64,
             (
-                (64, 128, 128, 4, 3),
-                (64, 128, 128, 8, 3),
-                (64, 256, 128, 8, 3),
-                (64, 256, 128, 8, 4),
+                (64, 128, 4, 6, (1, 2, 4)),
+                (64, 256, 4, 6, (1, 2)),
+                (128, 128, 8, 4, (1, 2, 4, 8)),
+                (128, 128, 8, 7, (1, 2, 4)),
+                (256, 128, 8, 4, (1, 2)),
             ),
         ),
-    )
-}  # fmt: skip
-JOINED_TILINGS = {
-    tokens: [
-        QuantConfig(
-            block_m=8, block_n=n, block_k=k, split_k=split, num_warps=warps, num_stages=stages
-        )
-        for n, k, warps, stages in cuts
-        for split in (1, 2, 4, 6, 8)
-    ]
-    for tokens, cuts in (
-        (
-            16,
-            (
-                (64, 128, 4, 6),
-                (64, 128, 4, 10),
-                (64, 256, 4, 4),
-                (128, 128, 4, 4),
-                (128, 128, 4, 6),
-                (128, 256, 4, 4),
-            ),
-        ),
-        (64, ((128, 128, 8, 4), (128, 128, 4, 4), (256, 128, 8, 3), (256, 128, 8, 4))),
     )
 }
 ONE_TOKEN_TILINGS = [

@@ -14,12 +14,15 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from engine.layers.linear import LinearWeight
 from engine.layers.moe import expert_matrices
 from engine.layers.moe_cuda import coded_operand
+from engine.layers.rounded_experts import RoundedExperts, RoundedInt4, rounded_experts
 from kernels.moe.align import Blocks, align
 from kernels.moe.coded import CodedExperts
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
+from kernels.moe.form import PLAIN
 from kernels.moe.grouped import (
     ExpertWeight,
     by_block,
@@ -29,17 +32,9 @@ from kernels.moe.grouped import (
     grouped_gate_up,
 )
 from kernels.moe.reference import ExpertMatrices
-from kernels.moe.rounded import (
-    choose_tile,
-    input_form,
-    rounded_down,
-    rounded_gate_up,
-    supports_rounded,
-)
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
-from kernels.moe.tiles import ExpertShape, FewTile, Tile, TilePlan
-from kernels.quant.token_groups import code_tokens
+from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Tile, TilePlan
 from load_tests.lab.bench_quant import make_weight
 from load_tests.lab.floors import Machine
 from load_tests.lab.pinned_routing import uniform_experts
@@ -52,7 +47,16 @@ MAX_CALLS = 32
 LONG_US = 20_000.0
 NUM_ROUNDS = 8
 LIBRARY = "torch "  # begins the names of the library's kernels
+ROUNDED = "rounded"  # likewise of steps with rounded inputs
 MAX_ERROR = 2e-2  # norm of the difference over the norm, bf16 against torch's bf16
+MAX_ROUNDED_ERROR = 8e-2  # inputs rounded to e4m3, 2.5 % each, of three products
+ROUNDED_TILES = (
+    Tile(64, 64, 64, 8, 4, 4),
+    Tile(128, 64, 64, 16, 4, 4),
+    Tile(128, 64, 64, 16, 4, 6),
+    Tile(128, 128, 64, 16, 8, 4),
+    Tile(64, 128, 64, 8, 8, 4),
+)
 
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]  # of one call on average, microseconds
@@ -165,12 +169,17 @@ def quantised_layers(
             make_weight(weight_format, *sizes, device.type).by_expert(experts) for sizes in maps
         )
         # Operands may take the weights' memory.
-        first, second = (replace(weight, data=weight.data.clone()) for weight in (gate_up, down))
-        matrices = (expert_matrices(first), expert_matrices(second))
+        matrices = (_matrices(gate_up, dtype), _matrices(down, dtype))
         operands = (coded_operand(gate_up, is_gated=True), coded_operand(down, is_gated=False))
         return Layer(router * hidden**-0.5, *operands, matrices)
 
     return [layer() for _ in range(num_layers)]
+
+
+def _matrices(weight: LinearWeight, dtype: torch.dtype) -> ExpertMatrices:
+    assert weight.scales is not None
+    scales = replace(weight.scales, dtype=dtype)
+    return expert_matrices(replace(weight, data=weight.data.clone(), scales=scales))
 
 
 class MoeStep:
@@ -232,25 +241,47 @@ class MoeStep:
             partial(grouped_down, by_block(self._inner, b), w.down, r, b, tile) for w, r, b in parts
         ]
 
-    def rounded(self) -> list[Call]:
-        """All from the alignment to the sum, of inputs rounded to FP8."""
-        return [partial(self._rounded, index) for index in range(len(self._layers))]
+    def rounded(self, tile: Tile | None = None) -> list[Call]:
+        """All from the alignment to the sum, of inputs rounded to FP8, as the engine can do it.
+
+        tile: of experts of four bits; None = the engine's. Only where `can_be_rounded`.
+        """
+        return [partial(self._rounded, index, tile) for index in range(len(self._layers))]
 
     @property
     def can_be_rounded(self) -> bool:
-        weights = (self._layers[0].gate_up, self._layers[0].down)
-        return all(isinstance(one, CodedExperts) and supports_rounded(one) for one in weights)
+        return self._products(0, None) is not None
 
-    def _rounded(self, index: int) -> Tensor:
-        layer, routes, dtype = self._layers[index], self.routes[index], self._x.dtype
-        up, down = layer.gate_up, layer.down
-        assert isinstance(up, CodedExperts)
-        assert isinstance(down, CodedExperts)
-        blocks = align(routes.ids, self.shape.num_experts, choose_tile(up).block_m)
-        x = code_tokens(self._x, input_form(up))
-        inner = rounded_gate_up(x, up, routes, blocks, dtype)
-        outputs = rounded_down(code_tokens(inner, input_form(down)), down, routes, blocks, dtype)
-        return combine(outputs, routes)
+    @property
+    def rounded_tiles(self) -> Sequence[Tile]:
+        """Those to try beside the engine's."""
+        return ROUNDED_TILES if isinstance(self._products(0, None), RoundedInt4) else ()
+
+    def _products(self, index: int, tile: Tile | None) -> RoundedExperts | None:
+        layer = self._layers[index]
+        given = layer.gate_up, layer.down, self.shape
+        products = rounded_experts(*given, PLAIN)
+        if tile is None or products is None:
+            return products
+        assert isinstance(layer.gate_up, CodedExperts)
+        assert isinstance(layer.down, CodedExperts)
+        return RoundedInt4(layer.gate_up, layer.down, self.shape, ((ALWAYS, tile),))
+
+    def _rounded(self, index: int, tile: Tile | None) -> Tensor:
+        products, routes = self._products(index, tile), self.routes[index]
+        assert products is not None, "no kernel rounds the inputs of these experts"
+        return combine(products(self._x, routes), routes)
+
+    def rounded_error(self, tile: Tile | None = None) -> float:
+        """Of all of the first layer, against torch's of inputs as they are."""
+        return _error(self._rounded(0, tile), self._twin)
+
+    @cached_property
+    def _twin(self) -> Tensor:
+        """The first layer's output by torch."""
+        routes, (gate_up, down) = self.routes[0], self._layers[0].for_torch()
+        inner = gate_up_reference(self._x, gate_up, routes)
+        return down_reference(inner, down, routes).float().sum(dim=1)
 
     def matrices(self) -> list[Call]:
         """Both weights of a layer, of 4 bits."""
@@ -335,7 +366,7 @@ class MoeStep:
             "matrices": (3 * shape.num_experts * inner * hidden, 0),  # written
         }
         kernel = kernel.removeprefix(LIBRARY)
-        if kernel in ("whole", "rounded"):
+        if kernel == "whole" or kernel.startswith(ROUNDED):
             return sum(self.floor_us(name, machine) for name in ("router", "gate_up", "down"))
         elements, products = rows[kernel]
         return 1e6 * machine.seconds(2 * elements, 2 * products * hidden)

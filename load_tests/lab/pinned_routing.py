@@ -97,7 +97,7 @@ def build_pinned(config: AppConfig, seed: int, rank: Rank = WHOLE_MODEL) -> Caus
     sizes = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     assert all(isinstance(size, int) for size in sizes), f"{sizes}: steps have a size"
     max_tokens = max(int(size) for size in sizes)
-    sharing, spec = config.workers.expert_sharing, load_spec(Path(model.path))
+    sharing, spec = config.workers.expert_sharing_of(rank.size), load_spec(Path(model.path))
     built = build_model(
         Path(model.path),
         dtype=DTYPES[compute_dtype(model, spec)],

@@ -254,6 +254,7 @@ def simulate(
 
 DECODE_TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 512)
 PROMPT_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+MANY_TOKENS = {True: (256, 512, 1024, 2048), False: (1024, 8192, 32768)}  # decode -> tokens
 
 
 def sweep(
@@ -279,6 +280,35 @@ def adapted_lags(model: Model, device: Device, decode_keys: int) -> list[list[st
             asked = adaptive_lag(sent_s, steps[0].whole_s - sent_s)
             by_lag = [f"{step.speedup:.2f}" for step in steps]
             lines.append([link.name, str(num_tokens), *by_lag, str(asked)])
+    return lines
+
+
+NUM_BATCHES = (2, 3, 4)
+
+
+def more_batches(model: Model, device: Device, keys: Sequence[int]) -> list[list[str]]:
+    """Speedups over a whole step of as many batches of equal size as `NUM_BATCHES` says.
+
+    keys: of a token of a decode step, and of a prompt.
+    """
+    lines = []
+    for (is_decode, sizes), num_keys in zip(MANY_TOKENS.items(), keys, strict=True):
+        work = Work(is_decode=is_decode, num_keys=num_keys)
+        schedule: Schedule = DECODE if is_decode else EXCHANGE_PROMPTS
+        layers = layers_of(model)
+        stages = bind(layers, schedule)
+        for link in LINKS[is_decode]:
+            costs = Costs(model, device, link, work)
+            for num_tokens in sizes:
+                whole = Clocks(costs, [num_tokens], overlaps=False)
+                drive(layers, _flows(1), whole)
+                speedups = []
+                for count in NUM_BATCHES:
+                    split = Clocks(costs, [num_tokens / count] * count, overlaps=True)
+                    drive(stages, _flows(count), split, lag=schedule.lag)
+                    speedups.append(f"{whole.compute_s / split.compute_s:.2f}")
+                kind = "decode" if is_decode else "prompts"
+                lines.append([kind, link.name, str(num_tokens), *speedups])
     return lines
 
 
@@ -334,6 +364,9 @@ def main() -> None:
     print(render_rows([head, *lines]))
     head = ["link", "rows", *(f"lag {k}" for k in range(4)), "adaptive"]
     print("\n" + render_rows([head, *adapted_lags(model, device, args.decode_keys)]))
+    head = ["step", "link", "tokens", *(f"{count} batches" for count in NUM_BATCHES)]
+    batches = more_batches(model, device, (args.decode_keys, args.prompt_keys))
+    print("\n" + render_rows([head, *batches]))
     if args.plot is not None:
         plot(found, args.plot)
 

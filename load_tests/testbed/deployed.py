@@ -141,16 +141,20 @@ class Application:
 
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
-        workers, num_rows = self.config.workers, self.config.scheduler.max_num_seqs
-        if workers.enable_dp_attention and num_rows != "auto":
-            num_rows *= workers.tensor_parallel_size  # each rank has as many
         return all(
             not seen["held_blocks"]
             and seen["num_requests"] == 0
-            and seen["free_rows"] == num_rows
+            and seen["free_rows"] == self._num_rows(worker)
             and seen["streams"]["num_unacknowledged_tokens"] == 0
-            for seen in self.statistics().values()
+            for worker, seen in self.statistics().items()
         )
+
+    def _num_rows(self, worker: str) -> int | str:
+        workers, num_rows = self.config.workers, self.config.scheduler.max_num_seqs
+        if not workers.enable_dp_attention or num_rows == "auto":
+            return num_rows
+        [num_ranks] = [n for role, n in workers.num_ranks.items() if worker.startswith(role)]
+        return num_ranks * num_rows  # each rank has as many
 
     def wait_quiet(self) -> None:
         wait_until(self.is_quiet, f"{self.name} holds nothing: {self.statistics()}")

@@ -21,6 +21,14 @@ from tests.harness.tiny_models import save_model
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
 NAME = "dp-attention"
+APART: dict[str, object] = {
+    "workers.unified": 0,
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "scheduler.max_num_seqs": 8,
+    "scheduler.max_num_batched_tokens": 32,  # a prompt takes several steps, and its KV pieces
+    "handoff.piece_bytes": 1,
+}
 NUM_TOKENS = 60
 OVERRIDES: dict[str, object] = {
     "workers.unified": 1,
@@ -60,12 +68,16 @@ def _all_at_once(application: Application) -> list[list[int]]:
         return list(pool.map(complete, PROMPTS))
 
 
+def _expected(folder: Path) -> list[list[int]]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    alone = start_engine(model__path=str(folder))
+    return [one.tokens for one in answer(alone, [(prompt, params) for prompt in PROMPTS])]
+
+
 def test_it_answers_as_an_engine_of_one_rank_and_a_dead_rank_costs_no_token(
     application: Application, folder: Path
 ) -> None:
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    alone = start_engine(model__path=str(folder))
-    expected = [one.tokens for one in answer(alone, [(prompt, params) for prompt in PROMPTS])]
+    expected = _expected(folder)
     assert _all_at_once(application) == expected
     application.wait_quiet()
 
@@ -80,3 +92,35 @@ def test_it_answers_as_an_engine_of_one_rank_and_a_dead_rank_costs_no_token(
     application.wait_ready()
     assert _all_at_once(application) == expected
     application.wait_quiet()
+
+
+@pytest.mark.parametrize("channel", ["gloo_pair", "object_store"])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
+def test_prefill_and_decode_apart_answer_as_an_engine_of_one_rank(
+    cluster: Cluster, folder: Path, sizes: tuple[int, int], channel: str
+) -> None:
+    """And go on after the death of a rank that has no requests of rank 0."""
+    asked = {
+        "model.path": str(folder),
+        "workers.prefill_tensor_parallel_size": sizes[0],
+        "workers.decode_tensor_parallel_size": sizes[1],
+        "handoff.channel": channel,
+    }
+    name = f"{NAME}-{sizes[0]}-{sizes[1]}-{channel.replace('_', '-')}"
+    application = cluster.run(name, OVERRIDES | APART | asked)
+    expected = _expected(folder)
+    assert _all_at_once(application) == expected
+    application.wait_quiet()
+    role = "decode" if sizes[1] == 2 else "prefill"
+    [worker] = application.workers(role)
+    before = application.pid(worker)
+    with application.stream(PROMPTS[3], max_tokens=NUM_TOKENS, temperature=0.0) as tokens:
+        seen = [next(tokens) for _ in range(3)]
+        os.kill(application.pid(f"rank-1.{worker}"), signal.SIGKILL)
+        seen += tokens
+    assert seen == expected[3]
+    wait_replaced(worker, name, before)
+    application.wait_ready()
+    assert _all_at_once(application) == expected
+    application.wait_quiet()
+    application.stop()

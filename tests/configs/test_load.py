@@ -88,6 +88,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
         ("model: {deterministic: true}", ["model.deterministic", "cuda"]),
+        (
+            "model: {deterministic: true, device: cuda}\nexecution: {round_expert_inputs_from: 65}",
+            ["execution.round_expert_inputs_from", "model.deterministic", "one of the two"],
+        ),
         ("execution: {cuda_graphs: true}", ["execution.cuda_graphs", "cuda"]),
         ("model: {attention: {decode: magic}}", ["model.attention.decode", "triton", "flashinfer"]),
         ("cache: {num_blocks: true}", ["cache.num_blocks", "`bool`"]),
@@ -119,14 +123,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
         ),
         (
-            f"cache: {{host_gib: 1}}\nworkers: {{{DP}}}",
-            ["cache.host_gib: 1", "enable_dp_attention is not supported yet", "host_gib to 0"],
-        ),
-        (
-            "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
-            ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
-        ),
-        (
             "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",
             ["handoff.pull_by_ranks", "no prefill or decode worker", "or this to false"],
         ),
@@ -156,16 +152,9 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "every step", "leave out expert_exchange_min_tokens"],
         ),
         (
-            f"workers: {{{DP}, unified: 0, prefill: 1, decode: 1}}",
-            ["workers.enable_dp_attention", "not supported yet", "workers.unified"],
-        ),
-        (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: mtp}}",
-            ["workers.enable_dp_attention", "mtp", "set ngram or none"],
-        ),
-        (
-            f"workers: {{{DP}}}\nspeculation: {{drafter: ngram, max_graph_tokens: 64}}",
-            ["workers.enable_dp_attention", "max_graph_tokens", "set it to 0"],
+            f"workers: {{{DP}, unified: 0, prefill: 1, decode: 1}}\n"
+            "handoff: {pull_by_ranks: true}",
+            ["workers.enable_dp_attention", "pull_by_ranks", "one of the two"],
         ),
         (
             f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"
@@ -175,10 +164,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (
             f"workers: {{{DP}}}\nlaps: {{batch_prefill_form: grid}}",
             ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
-        ),
-        (
-            f"workers: {{{DP}, num_gpus: 1}}\nmodel: {{device: cuda, deterministic: true}}",
-            ["workers.enable_dp_attention", "model.deterministic", "one of the two"],
         ),
         (
             "execution: {tbo_min_decode_rows: 16}",

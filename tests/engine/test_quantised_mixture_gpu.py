@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.layers.moe import Mixture
 from engine.models.registry import WeightSource, build_model
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.runner.step_driver import StepDriver
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 FORMS = ("fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-int4-128-asymmetric", "ct-int4-32")
 FORMS += ("awq", "gptq", "gptq-channel", "ct-mxfp4", "ct-nvfp4", "modelopt-nvfp4")
+ROUNDED_FORMS = ("fp8-block", "ct-fp8-channel", "ct-int4-128-asymmetric", "ct-int4-32")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -68,6 +70,47 @@ def test_logits_are_near_those_of_what_the_numbers_stand_for(
         # Experts' inputs are never rounded; attention's and the shared expert's are with FP8.
         is_rounded = "fp8" in form and num_tokens > 64 and not is_deterministic
         assert error < (0.13 if is_rounded else 0.02), f"{num_tokens} tokens: off by {error}"
+
+
+@pytest.mark.parametrize("form", ROUNDED_FORMS)
+def test_inputs_of_experts_are_rounded_where_asked(form: str, tmp_path: Path) -> None:
+    """In steps of 64 tokens or more; all experts are active, as above."""
+    save_model(
+        tmp_path / "whole", "Qwen2MoeForCausalLM", seed=6, dtype=torch.bfloat16,
+        **SIZES | {"num_experts_per_tok": 16},
+    )  # fmt: skip
+    quantised = write_quantised(tmp_path / "whole", form, tmp_path / "q", stands_for=tmp_path / "s")
+    model = build_model(quantised, dtype=torch.bfloat16, device=GPU)
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mixture)
+        layer.mlp.round_inputs(64)
+    rng = random.Random(form)
+    for num_tokens in (40, 64, 700):
+        tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+        driver = StepDriver(model, seed=0, num_blocks=128, block_size=16)
+        driver.admit(0, tokens)
+        ours = driver.logits({0: num_tokens})[0].float().cpu()
+        theirs = reference_logits(tmp_path / "s", tokens)
+        error = float((ours - theirs).norm() / theirs.norm())
+        print(f"{form}, {num_tokens} tokens: off by {error:.1e}")
+        low, high = (0.005, 0.15) if num_tokens >= 64 else (0.0, 0.02)
+        assert low <= error < high, f"{num_tokens} tokens: off by {error}"
+
+
+@pytest.mark.parametrize("form", ROUNDED_FORMS)
+def test_nothing_compiles_once_rounded_inputs_are_ready(
+    form: str, dense: Path, tmp_path: Path
+) -> None:
+    engine = start_engine(
+        **BASE,
+        model__path=str(write_quantised(dense, form, tmp_path / "q")),
+        execution__round_expert_inputs_from=20,
+        scheduler__max_num_batched_tokens=768,
+    )
+    for length in (1, 19, 20, 65, 255, 257, 700):
+        answer(engine, [([5] * length, GREEDY)])
+    answer(engine, [([7] * 20, GREEDY)] * 24)
+    assert engine.compilations.names == []
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "ct-int4-128-asymmetric", "ct-nvfp4"])

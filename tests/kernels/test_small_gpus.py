@@ -79,20 +79,32 @@ def test_an_h200_keeps_the_tiles_that_were_measured_on_it() -> None:
         assert attention.fitted_decode(few, shape, device) == few
 
 
-def test_programs_that_few_would_follow_run_at_once() -> None:
+def test_weights_of_other_models_are_shared_evenly() -> None:
     device = gpu("H200")
     limit, num_sms = device.shared_memory_per_block_bytes, device.num_sms
     for kind in small.Shape:  # as measured with these
-        evened = small.evened_config(16, kind, WEIGHTS[kind][0], num_sms, limit)
-        assert evened == small.fitted_config(16, kind, limit)
-    # Qwen3-32B's gate and up, and its down projection, by two ranks.
-    for kind, num_rows in ((small.Shape.GATED, 25600), (small.Shape.DEEP, 5120)):
-        cut = small.evened_config(16, kind, num_rows, num_sms, limit)
-        num_programs = -(-num_rows // cut.block_n) * cut.split_k
-        beside = -(-num_programs // num_sms)
-        assert beside > 1
-        assert cut.num_stages > 2
-        assert beside * (cut.num_stages * small.stage_bytes(cut, 16) + 1024) <= limit + 1024
+        shared = small.shared_config(16, kind, WEIGHTS[kind][0], num_sms, limit)
+        assert shared == small.fitted_config(16, kind, limit)
+    # Qwen3-32B's by two ranks: 400 programs are 3 for each multiprocessor and 4 more, which two at
+    # a time hide; 80 tiles in two parts leave 104 of 132 idle half of the time.
+    gated = small.shared_config(16, small.Shape.GATED, 25600, num_sms, limit)
+    assert (gated.block_k, gated.num_stages, gated.split_k) == (128, 5, 1)
+    for kind in (small.Shape.DEEP, small.Shape.SQUARE, small.Shape.NARROW):
+        cut = small.shared_config(16, kind, 5120, num_sms, limit)
+        assert (cut.block_n, cut.split_k, cut.num_stages) == (64, 3, 5)
+    assert 2 * (5 * small.stage_bytes(cut, 16) + 1024) <= limit + 1024
+
+
+@pytest.mark.parametrize("name", ["H200", "L4"])
+def test_any_weight_has_a_tiling_that_fits(name: str) -> None:
+    device = gpu(name)
+    limit = device.shared_memory_per_block_bytes
+    for bucket, kind in small._CONFIGS:
+        for num_rows in (16, 1024, 5120, 13696, 28672, 37888):
+            cut = small.shared_config(bucket, kind, num_rows, device.num_sms, limit)
+            assert cut.num_stages >= 2
+            assert cut.num_stages * small.stage_bytes(cut, bucket) <= limit
+            assert -(-num_rows // cut.block_n) <= small._MAX_TILES
 
 
 def test_queries_that_leave_no_room_for_keys_are_an_error() -> None:

@@ -78,9 +78,17 @@ class NcclWire:
 
     def _wait(self, verb: str, post: Callable[[PairGroup], IsOver]) -> None:
         """Posts an operation and waits for its end. After an abort nothing touches its memory."""
+        failure = self._failure_of(post)
+        if failure is not None:
+            # Raised here and without the frames below: they hold the group, which may call the
+            # store that `close` has dropped.
+            raise HandoffError(f"the channel did not {verb}: {failure}")
+
+    def _failure_of(self, post: Callable[[PairGroup], IsOver]) -> str | None:
+        """Does what `_wait` says; returns why it failed."""
         group = self._group
         if group is None:
-            raise HandoffError(f"the channel of epoch {self._handshake.epoch} is closed")
+            return f"that of epoch {self._handshake.epoch} is closed"
         deadline = threading.Timer(self._deadline_s, self.close)
         deadline.start()
         try:
@@ -89,12 +97,13 @@ class NcclWire:
                 time.sleep(POLL_S)
         except RuntimeError as error:  # what torch raises
             self.close()
-            raise HandoffError(f"the channel did not {verb}: {error}") from None
+            return str(error)
         finally:
             deadline.cancel()
         if self._is_cut:
             deadline.join()  # the abort has ended
-            raise HandoffError(f"the channel did not {verb} within {self._deadline_s} s")
+            return f"it was cut, or not over within {self._deadline_s} s"
+        return None
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
         timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s

@@ -19,7 +19,8 @@ from actors.kv_transfer.channels.cuda_ipc import (
     probe_reading,
 )
 from actors.kv_transfer.contracts import UnfitError
-from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources
+from actors.kv_transfer.own_blocks import OwnBlockPieces, OwnBlockSources
+from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources, Sources
 from engine.kv.device_offer import DeviceOffer, map_tensor
 from engine.kv.layout import KvLayout, KvPart
 from engine.ranks.shared_stores import RankStore
@@ -39,35 +40,39 @@ class RanksOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     ranks: list[RankOffer]
+    has_own_blocks: bool = False  # each rank has other blocks, and whole ones
 
 
-def offer_ranks(stores: Sequence[RankStore]) -> bytes:
+def offer_ranks(stores: Sequence[RankStore], *, has_own_blocks: bool = False) -> bytes:
     """Describe the stores of all ranks. Raises UnfitError if they are not on GPUs."""
     ranks = [RankOffer(part=one.part, store=one.device) for one in stores if one.device is not None]
     if len(ranks) < len(stores):
         raise UnfitError("KV stores in host memory have no channels between GPUs")
-    return msgspec.msgpack.encode(RanksOffer(host=host_id(), ranks=ranks))
+    offer = RanksOffer(host=host_id(), ranks=ranks, has_own_blocks=has_own_blocks)
+    return msgspec.msgpack.encode(offer)
 
 
 async def open_rank_receiver(
     epoch: int,
     offered: bytes,
-    pieces: RankPieces | OneRank,
+    pieces: RankPieces | OwnBlockPieces | OneRank,
     *,
     floor_gb_s: float,
     map_offer: MapStore = map_tensor,
-) -> CudaIpcReceiver[RankSources]:
+) -> CudaIpcReceiver[Sources]:
     """Map the offered stores; the first must be read fast enough. Raises UnfitError."""
     offer = read_offer(offered, pieces.whole)
     check_host(offer.host)
 
-    def prepare() -> RankSources:
+    def prepare() -> Sources:
         try:
             tensors = [_map(one, pieces, map_offer) for one in offer.ranks]
             if floor_gb_s > 0:
                 probe_reading(tensors[0], floor_gb_s)
         except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
             raise UnfitError(f"the sender's KV stores cannot be read: {error}") from error
+        if offer.has_own_blocks:
+            return OwnBlockSources(tensors, pieces.whole)
         return RankSources([(one.part, t) for one, t in zip(offer.ranks, tensors, strict=True)])
 
     return CudaIpcReceiver(epoch, pieces, await asyncio.to_thread(prepare))
@@ -96,7 +101,9 @@ def read_offer(offered: bytes, whole: KvLayout) -> RanksOffer:
     return RanksOffer(host=one.host, ranks=[RankOffer(part=part, store=one)])
 
 
-def _map(offer: RankOffer, pieces: RankPieces | OneRank, map_offer: MapStore) -> Tensor:
+def _map(
+    offer: RankOffer, pieces: RankPieces | OwnBlockPieces | OneRank, map_offer: MapStore
+) -> Tensor:
     *outer, _, width = pieces.whole.block_shape
     shape = 1, *outer, offer.part.num_heads, width
     like = torch.empty(shape, dtype=pieces.dtype, device=pieces.device)

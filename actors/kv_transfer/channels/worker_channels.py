@@ -37,6 +37,7 @@ from actors.kv_transfer.contracts import (
     UnfitError,
 )
 from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
+from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import PullsByRanks
 from configs.schema import FloorsConfig, HandoffConfig
@@ -49,34 +50,42 @@ __all__ = [
     "GlooReceiver",
     "GlooSender",
     "KvPieces",
+    "OwnBlockPieces",
+    "Pieces",
     "WorkerChannels",
     "device_channels",
 ]
+
+
+# Of a worker of one rank, of several that share its blocks, and of several that do not.
+Pieces = KvPieces | RankPieces | OwnBlockPieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChannels:
     """What channels need on a worker whose KV store is on a GPU."""
 
-    pieces: KvPieces | RankPieces
+    pieces: Pieces
     nccl: NcclPairs
 
     def offer(self) -> bytes:
         """What a receiver maps for `cuda_ipc`. Raises UnfitError."""
         if isinstance(self.pieces, RankPieces):
             return offer_ranks(self.pieces.stores)
+        if isinstance(self.pieces, OwnBlockPieces):
+            return offer_ranks(self.pieces.stores, has_own_blocks=True)
         return offer_store(self.pieces.tensor)
 
     async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
         given, pieces = (request.epoch, request.offer), self.pieces
-        if isinstance(pieces, RankPieces):
+        if isinstance(pieces, RankPieces | OwnBlockPieces):
             return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
         if is_of_ranks(request.offer):
             return await open_rank_receiver(*given, OneRank(pieces), floor_gb_s=floor_gb_s)
         return await open_receiver(*given, pieces, floor_gb_s=floor_gb_s)
 
 
-def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> DeviceChannels | None:
+def device_channels(pieces: Pieces, config: HandoffConfig) -> DeviceChannels | None:
     """Returns what channels of a GPU need; None when what `pieces` reads is in host memory."""
     if not pieces.is_on_gpu:
         return None

@@ -8,7 +8,13 @@ Exports the names of both sides; has no code of its own.
 """
 
 from engine.kv.cache import BlockTerms
-from engine.kv.transfer.incoming import BlockWrite, IncomingHandoffs, IncomingStatistics
+from engine.kv.transfer.incoming import (
+    BlockWrite,
+    DecodeScheduler,
+    IncomingHandoffs,
+    IncomingStatistics,
+    JoiningRank,
+)
 from engine.kv.transfer.outgoing import (
     HandoffDropped,
     HandoffProgress,
@@ -17,11 +23,13 @@ from engine.kv.transfer.outgoing import (
     HandoffStarted,
     OutgoingEvent,
     OutgoingHandoffs,
+    OutgoingOfRanks,
 )
 
 __all__ = [
     "BlockTerms",
     "BlockWrite",
+    "DecodeScheduler",
     "HandoffDropped",
     "HandoffProgress",
     "HandoffReady",
@@ -29,6 +37,8 @@ __all__ = [
     "HandoffStarted",
     "IncomingHandoffs",
     "IncomingStatistics",
+    "JoiningRank",
     "OutgoingEvent",
     "OutgoingHandoffs",
+    "OutgoingOfRanks",
 ]

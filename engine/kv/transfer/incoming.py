@@ -9,13 +9,17 @@ time. If a piece is being written at that moment, the reservation becomes an *or
 blocks are freed when the last write ends. An epoch is one incarnation of a channel; a newer epoch
 restarts the transfer.
 
+Where each rank of the worker has requests of its own (DP attention), a reservation is of one of
+them, for good: its blocks, prefixes and row are that rank's. Blocks are told to others by numbers
+of the whole worker.
+
 Called on the engine thread. `begin_write`, `is_committed` and `is_live` may be called on any
 thread, so that copying one piece never waits for the step that commits another. Knows no tensors,
 channels or Ray; the caller has checked digests.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -30,6 +34,7 @@ from engine.messages import (
     ReserveRequest,
     WorkerIdentity,
 )
+from engine.rank_choice import RankLoad, choose_rank
 from engine.request import Request, RequestKey
 
 
@@ -46,24 +51,6 @@ class BlockWrite:
     def blocks(self) -> range:
         """Positions in the request's block list: [first_block, first_block + n)."""
         return range(self.first_block, self.first_block + len(self.block_ids))
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class IncomingTransfer:
-    """Blocks [0, num_hit_blocks) were found here; [num_hit_blocks, num_blocks) are to arrive."""
-
-    transfer_id: str
-    sender: WorkerIdentity
-    request: Request  # holds all reserved blocks
-    num_hit_blocks: int
-    expires_s: float
-    epoch: int = 0  # of the channel in use; 0 = no piece has begun
-    arrived: set[int] = field(default_factory=set)  # in this epoch
-    writes: list[BlockWrite] = field(default_factory=list)
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.request.block_ids)
 
 
 # Number of finished keys that are remembered, to recognise late messages about them.
@@ -105,6 +92,51 @@ class DecodeScheduler(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoiningRank:
+    """One rank's blocks and scheduler; of a worker whose ranks share all requests, the only one."""
+
+    cache: BlockCache
+    scheduler: DecodeScheduler
+    first_block: int = 0  # the number, in the worker, of its first block
+
+    def numbered(self, block_ids: Sequence[int]) -> list[int]:
+        """The numbers of its blocks in the worker."""
+        return [self.first_block + block_id for block_id in block_ids]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class IncomingTransfer:
+    """Blocks [0, num_hit_blocks) were found here; [num_hit_blocks, num_blocks) are to arrive."""
+
+    transfer_id: str
+    sender: WorkerIdentity
+    rank: JoiningRank
+    request: Request  # holds all reserved blocks, of that rank
+    num_hit_blocks: int
+    expires_s: float
+    epoch: int = 0  # of the channel in use; 0 = no piece has begun
+    arrived: set[int] = field(default_factory=set)  # in this epoch
+    writes: list[BlockWrite] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.request.block_ids)
+
+    def release(self) -> None:
+        self.rank.cache.release(self.request.block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What one rank has for a request."""
+
+    rank: JoiningRank
+    hit_ids: list[int]
+    num_new: int  # blocks
+    load: RankLoad
+
+
 class Hasher(Protocol):
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` the hash of every full block of its known tokens."""
@@ -130,18 +162,17 @@ class IncomingHandoffs:
 
     def __init__(
         self,
-        cache: BlockCache,
+        ranks: Sequence[JoiningRank],
         *,
         hasher: Hasher,
-        scheduler: DecodeScheduler,
         identity: WorkerIdentity,
         clock: Clock,
         lease_s: float,
         max_rows: int,
     ) -> None:
-        self._cache = cache
+        """ranks: those that have requests of their own. max_rows: of each."""
+        self._ranks = ranks
         self._hasher = hasher
-        self._scheduler = scheduler
         self._identity = identity
         self._clock = clock
         self._lease_s = lease_s
@@ -161,7 +192,7 @@ class IncomingHandoffs:
 
     def may_overtake(self, asked: ReserveRequest) -> bool:
         """Whether it may get a reservation although an earlier request was refused."""
-        return self._scheduler.is_short(len(asked.token_ids))
+        return self._ranks[0].scheduler.is_short(len(asked.token_ids))
 
     def reserve(
         self, asked: ReserveRequest, *, overtakes: bool = False
@@ -175,25 +206,25 @@ class IncomingHandoffs:
         if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
         request = self._request_of(asked)
-        num_blocks = self._identity.layout.num_blocks_for(len(asked.token_ids))
-        hit_ids = self._cache.match(request.block_hashes)
-        num_new = num_blocks - len(hit_ids)
-        num_available = self._cache.num_available_beside(hit_ids)
-        if not self._has_room(request, num_new, num_available, overtakes):
-            self._scheduler.make_way(request)
+        places = [self._place(rank, request, overtakes) for rank in self._ranks]
+        place = places[choose_rank([place.load for place in places])]
+        rank = place.rank
+        if not place.load.has_room:
+            rank.scheduler.make_way(request)
             return NotNow()
         self._built.pop(asked.key, None)
-        request.block_ids = self._cache.acquire_prefix(request.block_hashes)
-        assert request.block_ids == hit_ids, f"{asked.key}: {request.block_ids} is not {hit_ids}"
-        new_ids = self._cache.allocate(num_new)
-        assert new_ids is not None, f"{asked.key}: {num_blocks} blocks were counted as available"
-        request.block_ids.extend(new_ids)
+        hit_ids = rank.cache.acquire_prefix(request.block_hashes)
+        assert hit_ids == place.hit_ids, f"{asked.key}: {hit_ids} is not {place.hit_ids}"
+        new_ids = rank.cache.allocate(place.num_new)
+        assert new_ids is not None, f"{asked.key}: {place.num_new} blocks were counted as available"
+        request.block_ids = hit_ids + new_ids
         request.num_indexed_blocks = len(hit_ids)
         self._num_reserved += 1
         self._num_hit_blocks += len(hit_ids)
         transfer = IncomingTransfer(
             transfer_id=f"{self._identity.incarnation}:{self._num_reserved}",
             sender=asked.sender,
+            rank=rank,
             request=request,
             num_hit_blocks=len(hit_ids),
             expires_s=self._clock.now_s() + self._lease_s,
@@ -201,7 +232,7 @@ class IncomingHandoffs:
         self._live[asked.key] = transfer
         return Reservation(
             transfer_id=transfer.transfer_id,
-            num_blocks=num_blocks,
+            num_blocks=transfer.num_blocks,
             num_hit_blocks=len(hit_ids),
             lease_s=self._lease_s,
         )
@@ -223,7 +254,8 @@ class IncomingHandoffs:
     def abort(self, key: RequestKey) -> None:
         """End `key` wherever it is: reserved here, or committed to the scheduler already."""
         self.cancel(key)
-        self._scheduler.abort(key)
+        for rank in self._ranks:
+            rank.scheduler.abort(key)
 
     def expire(self) -> list[RequestKey]:
         """End every reservation whose lease has expired; returns their keys."""
@@ -269,7 +301,7 @@ class IncomingHandoffs:
             transfer_id=transfer.transfer_id,
             epoch=header.epoch,
             first_block=first,
-            block_ids=transfer.request.block_ids[first:end],
+            block_ids=transfer.rank.numbered(transfer.request.block_ids[first:end]),
         )
         transfer.writes.append(write)
         transfer.expires_s = self._clock.now_s() + self._lease_s
@@ -290,7 +322,7 @@ class IncomingHandoffs:
         if orphan is not None:
             if not orphan.writes:
                 del self._orphans[write.transfer_id]
-                self._cache.release(orphan.request.block_ids)
+                orphan.release()
             return False
         transfer.expires_s = self._clock.now_s() + self._lease_s
         return True
@@ -314,7 +346,7 @@ class IncomingHandoffs:
         request.num_computed_tokens = request.num_known_tokens
         request.tokens.append(header.first_token_id)
         request.num_emitted_tokens += 1
-        self._scheduler.join(request)
+        transfer.rank.scheduler.join(request)
 
     # ---- observation ----------------------------------------------------------------------------
 
@@ -340,7 +372,8 @@ class IncomingHandoffs:
         """Every holder of block references here, for the check that none is lost."""
         for transfer in (*self._live.values(), *self._orphans.values()):
             if transfer.request.block_ids:
-                yield f"incoming {transfer.transfer_id}", transfer.request.block_ids
+                block_ids = transfer.rank.numbered(transfer.request.block_ids)
+                yield f"incoming {transfer.transfer_id}", block_ids
 
     def statistics(self) -> IncomingStatistics:
         return IncomingStatistics(
@@ -356,20 +389,26 @@ class IncomingHandoffs:
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    @property
-    def _num_rows_promised(self) -> int:
-        return self._scheduler.num_running + len(self._live)
-
-    def _has_room(
-        self, request: Request, num_new: int, num_available: int, overtakes: bool
-    ) -> bool:
-        """Whether the request may take `num_new` of the `num_available` blocks."""
-        if self._num_rows_promised >= self._max_rows:
-            return False
-        terms = self._scheduler.terms_of_joining(request, len(self._live), overtakes=overtakes)
-        if terms is None or num_new > num_available - terms.num_spare_blocks:
-            return False
-        return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
+    def _place(self, rank: JoiningRank, request: Request, overtakes: bool) -> _Place:
+        cache, layout = rank.cache, self._identity.layout
+        hit_ids = cache.match(request.block_hashes)
+        num_new = layout.num_blocks_for(len(request.tokens)) - len(hit_ids)
+        num_promised = sum(transfer.rank is rank for transfer in self._live.values())
+        num_rows = rank.scheduler.num_running + num_promised
+        terms = None
+        if num_rows < self._max_rows:
+            terms = rank.scheduler.terms_of_joining(request, num_promised, overtakes=overtakes)
+        has_room = terms is not None and _allows(
+            terms, num_new, cache.num_available_beside(hit_ids)
+        )
+        load = RankLoad(
+            num_requests=num_rows,
+            is_full=not has_room,
+            num_tokens_before=num_new * layout.block_size,
+            has_room=has_room,
+            num_available_blocks=cache.num_available,
+        )
+        return _Place(rank=rank, hit_ids=hit_ids, num_new=num_new, load=load)
 
     def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
         """Why `asked` can never be granted here; None if it may be."""
@@ -387,8 +426,8 @@ class IncomingHandoffs:
         if num_tokens >= mine.max_model_len:
             return f"{num_tokens} tokens leave no room in a context of {mine.max_model_len}"
         num_blocks = mine.layout.num_blocks_for(num_tokens)
-        if num_blocks > self._cache.num_blocks:
-            return f"{num_blocks} blocks can never fit the {self._cache.num_blocks} here"
+        if num_blocks > (most := self._ranks[0].cache.num_blocks):
+            return f"{num_blocks} blocks can never fit the {most} here"
         if asked.spec.deadline_s is not None and asked.spec.deadline_s <= asked.age_s:
             return "the request's deadline has passed"
         return None
@@ -437,7 +476,7 @@ class IncomingHandoffs:
         if transfer is not None and transfer.writes:
             self._orphans[transfer.transfer_id] = transfer
         elif transfer is not None:
-            self._cache.release(transfer.request.block_ids)
+            transfer.release()
         if transfer is not None or key not in self._ended:
             self._remember(key, ending)
 
@@ -446,3 +485,10 @@ class IncomingHandoffs:
         self._ended[key] = ending
         if len(self._ended) > MAX_ENDED_KEYS:
             del self._ended[next(iter(self._ended))]
+
+
+def _allows(terms: BlockTerms, num_new: int, num_available: int) -> bool:
+    """Whether a request may take `num_new` of the available blocks."""
+    if num_new > num_available - terms.num_spare_blocks:
+        return False
+    return terms.max_new_blocks is None or num_new <= terms.max_new_blocks

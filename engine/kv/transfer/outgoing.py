@@ -16,7 +16,7 @@ Called on the engine thread only. Knows no tensors, no channels and no Ray.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -101,9 +101,20 @@ class _Outgoing:
 class OutgoingHandoffs:
     """Prompts of the prefill side that move to other workers; the scheduler's `HandoffQueue`."""
 
-    def __init__(self, cache: BlockCache, notify: Callable[[OutgoingEvent], None]) -> None:
-        """`notify` is called on the engine thread and must not block."""
+    def __init__(
+        self,
+        cache: BlockCache,
+        notify: Callable[[OutgoingEvent], None],
+        *,
+        first_block: int = 0,
+    ) -> None:
+        """`notify` is called on the engine thread and must not block.
+
+        first_block: what events call the cache's first block; it is above 0 where each rank of the
+        worker has blocks of its own.
+        """
         self._cache = cache
+        self._first_block = first_block
         self._notify = notify
         self._entries: dict[RequestKey, _Outgoing] = {}
 
@@ -155,7 +166,7 @@ class OutgoingHandoffs:
         assert entry.block_ids is None, f"{request.key} was added: it computes no more"
         self._cache.share(request.block_ids[len(entry.shared_ids) : num_full])
         entry.shared_ids = request.block_ids[:num_full]
-        self._notify(HandoffProgress(key=request.key, block_ids=list(entry.shared_ids)))
+        self._notify(HandoffProgress(key=request.key, block_ids=self._numbered(entry.shared_ids)))
 
     def retract(self, key: RequestKey) -> None:
         """The prompt was preempted: its blocks are released and it will compute again."""
@@ -184,7 +195,7 @@ class OutgoingHandoffs:
         self._notify(
             HandoffReady(
                 key=request.key,
-                block_ids=list(request.block_ids),
+                block_ids=self._numbered(request.block_ids),
                 first_token_id=request.tokens[-1],
             )
         )
@@ -245,7 +256,42 @@ class OutgoingHandoffs:
         """Every holder of block references here, for the check that none is lost."""
         for key, entry in self._entries.items():
             if held_ids := entry.held_ids:
-                yield f"outgoing {key}", held_ids
+                yield f"outgoing {key}", self._numbered(held_ids)
 
     def keys_of(self, ingress_id: str) -> list[RequestKey]:
         return [key for key, entry in self._entries.items() if entry.ingress_id == ingress_id]
+
+    def _numbered(self, block_ids: Sequence[int]) -> list[int]:
+        return [self._first_block + block_id for block_id in block_ids]
+
+
+class OutgoingOfRanks:
+    """To the sender one `OutgoingHandoffs`, of ranks that have requests of their own.
+
+    Each request is known to one of them, and what is said of others to that one does nothing.
+    """
+
+    def __init__(self, of_rank: Sequence[OutgoingHandoffs]) -> None:
+        self.of_rank = of_rank
+
+    def mark_reserved(self, key: RequestKey) -> None:
+        for own in self.of_rank:
+            own.mark_reserved(key)
+
+    def let_go(self, key: RequestKey) -> None:
+        for own in self.of_rank:
+            own.let_go(key)
+
+    def release(self, key: RequestKey) -> None:
+        for own in self.of_rank:
+            own.release(key)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.of_rank))
+
+    def owners(self) -> Iterator[tuple[str, list[int]]]:
+        for own in self.of_rank:
+            yield from own.owners()
+
+    def keys_of(self, ingress_id: str) -> list[RequestKey]:
+        return [key for own in self.of_rank for key in own.keys_of(ingress_id)]

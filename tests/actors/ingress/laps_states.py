@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from actors.ingress.pages import LapsView, WorkerReport, to_json
 from actors.observability.recent_ttft import NUM_PIECES, PIECE_S, ClassTtft, TtftPiece
 from engine.length_class import LengthClass
-from engine.messages import LapsStatus, PoolMove, SpeculationLoad, WorkerLoad
+from engine.messages import LapsStatus, OverlapLoad, PoolMove, SpeculationLoad, WorkerLoad
 from engine.routing.pools import CLASSES
 
 NO_TTFT = ClassTtft(num=0, p50_s=None, p90_s=None, pieces=[])
@@ -56,6 +56,7 @@ def state(
     moves: Sequence[PoolMove] = (),
     ttft: Mapping[LengthClass, ClassTtft] | None = None,
     drafts: SpeculationLoad | None = None,
+    overlap: OverlapLoad | None = None,
 ) -> bytes:
     """The JSON for these workers that prefill and, if there is one, a decode worker."""
     pools: dict[LengthClass, list[str]] = {
@@ -73,6 +74,7 @@ def state(
             num_free_blocks=812,
             num_blocks=2048,
             speculation=drafts,
+            two_batches=overlap,
         )
         for name in names
     ]
@@ -150,6 +152,18 @@ def guessing(*, is_on: bool = True) -> bytes:
         num_stops=int(not is_on),
     )
     return state([_load("unified-0", None, 0.0, 0)], drafts=drafts)
+
+
+def splitting() -> bytes:
+    """One worker that computes steps as two batches."""
+    overlap = OverlapLoad(
+        num_steps=5000,
+        num_split_prompts=1200,
+        num_split_decodes=30,
+        num_two_chunk=7,
+        num_replayed=0,
+    )
+    return state([_load("unified-0", None, 0.0, 0)], overlap=overlap)
 
 
 def one_worker() -> bytes:

@@ -113,6 +113,16 @@ def test_drafts_are_shown_by_worker_where_there_are_any(load: Callable[..., Dom]
     assert stopped["unified-0.22997e1f"][1] == "off, as it lost time, stopped 1 time"
 
 
+def test_steps_of_two_batches_are_shown_by_worker_where_there_are_any(
+    load: Callable[..., Dom],
+) -> None:
+    assert load(always(states.guessing())).is_hidden("overlaps")
+    dom = load(always(states.splitting()))
+    assert not dom.is_hidden("overlaps")
+    found = dom.rows("splitter")
+    assert found["unified-0.22997e1f"] == ["unified-0", "5,000", "1,200", "7", "30", "0"]
+
+
 def test_moves_show_age_and_reason_and_a_name_is_never_markup(load: Callable[..., Dom]) -> None:
     moves = load(always(states.busy())).text('id="moves"').split("  ")
     said = [part.strip() for part in moves if part.strip()]

@@ -23,6 +23,7 @@ from engine.messages import (
     Assign,
     LapsStatus,
     LoadReport,
+    OverlapLoad,
     PoolMove,
     SpeculationLoad,
     WorkerLoad,
@@ -198,6 +199,34 @@ def test_drafts_are_counted_by_worker_and_by_position() -> None:
     assert ("laps_speculation_gain", "predicted") not in found
     assert found["laps_speculation_on", ""] == 0
     assert not any(value for value in scrape(None).values())
+
+
+def test_steps_of_two_batches_are_counted_by_worker() -> None:
+    overlap = OverlapLoad(
+        num_steps=9, num_split_prompts=4, num_split_decodes=3, num_two_chunk=2, num_replayed=1
+    )
+    link = _link(None)
+    link.load = msgspec.structs.replace(LOAD, two_batches=overlap)
+    metrics = IngressMetrics("m", RecentTtft(ManualClock(9.0)))
+    metrics.refresh([link], 0, 0, None)
+    text = prometheus_text(metrics.families()).decode()
+    found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert [
+        found[f"laps_{name}_total"]
+        for name in (
+            *("uncaptured_steps", "split_prompt_steps", "split_decode_steps"),
+            *("cut_prompt_steps", "split_graph_steps"),
+        )
+    ] == [9, 4, 3, 2, 1]
+    view = build_view(
+        model="m",
+        ingress="i",
+        laps=LapsConfig(),
+        ttft=RecentTtft(ManualClock(9.0)).summary(),
+        links=[link],
+    )
+    (report,) = json.loads(to_json(_status([]), view))["reports"]
+    assert report["two_batches"]["num_split_prompts"] == 4
 
 
 def test_the_page_needs_nothing_but_itself() -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from actors.ingress.generation import AttemptFailed, Mailbox
+from actors.ingress.mailbox import AttemptFailed, Mailbox
 from engine.errors import CapacityError, EngineError, RequestError
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import RequestKey

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from actors.ingress.generation import HOLDER_LOST, WORKER_LOST, AttemptFailed, Mailbox
+from actors.ingress.mailbox import HOLDER_LOST, WORKER_LOST, AttemptFailed, Mailbox
 from actors.ingress.quarantine import MAX_REMEMBERED, REMEMBER_S, Deaths, Quarantine
 from engine.clock import ManualClock
 from engine.errors import PoisonedError

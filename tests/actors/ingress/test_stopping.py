@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.ingress.generation import STOPPING, AttemptFailed, Mailbox
+from actors.ingress.mailbox import STOPPING, AttemptFailed, Mailbox
 from actors.ingress.stopping import Stopping, StoppingGate
 from tests.actors.ingress.edge_app import edge_app
 

@@ -26,7 +26,7 @@ from engine.kv.cache import BlockCache, BlockTerms
 from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
-from engine.kv.transfer import IncomingHandoffs, OutgoingEvent, OutgoingHandoffs
+from engine.kv.transfer import IncomingHandoffs, JoiningRank, OutgoingEvent, OutgoingHandoffs
 from engine.messages import (
     CancelTransfer,
     ChannelKind,
@@ -278,9 +278,8 @@ class DecodeSide:
         self._pieces = KvPieces(self._store)
         self._scheduler = _Scheduler(self._cache)
         self._incoming = IncomingHandoffs(
-            self._cache,
+            [JoiningRank(cache=self._cache, scheduler=self._scheduler)],
             hasher=RequestHasher(b"k" * 16, model="m", dtype="bfloat16", block_size=16),
-            scheduler=self._scheduler,
             identity=me,
             clock=MonotonicClock(),
             lease_s=config.lease_s,

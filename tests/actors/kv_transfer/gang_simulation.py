@@ -20,16 +20,19 @@ import torch
 from numpy.typing import NDArray
 
 from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from engine.clock import ManualClock
 from engine.errors import WorkerError
 from engine.kv.store import KvStore
-from engine.messages import ChannelKind, Role
+from engine.messages import ChannelKind, Role, WorkerIdentity
+from engine.ranks.leading import StepCounts
+from engine.ranks.shared_stores import RankStore
 from engine.request import Request
 from tests.actors.kv_transfer.handoff_simulation import World
 from tests.actors.kv_transfer.pulled_channels import AskedChannels, PulledChannels
 from tests.actors.kv_transfer.rank_workers import Worker, new_worker
-from tests.engine.kv.handoff_world import LAYOUT, Decode, identity
+from tests.engine.kv.handoff_world import LAYOUT, RECEIVER, Decode, identity
 from tests.harness.handoff_network import CONFIG, FakeChannels, FakePeer
 from tests.harness.virtual_time import run_virtual
 
@@ -43,8 +46,10 @@ MAX_TRIES = 4
 
 What = Literal["death", "wrong", "late", "silent"]
 # Rank 0 copies the heads of all ranks, through host memory; or each rank of D pulls its own, or
-# asks the ranks that have them.
-Way = Literal["copied", "pulled", "asked"]
+# asks the ranks that have them. Or rank 0 copies whole blocks of ranks that have requests of their
+# own, here all of the last one.
+Way = Literal["copied", "pulled", "asked", "own"]
+NUM_BLOCKS: dict[Role, int] = {"prefill": 64, "decode": 24}  # of each rank
 PIECES_OF_TWO = msgspec.structs.replace(CONFIG, pulled_piece_bytes=CONFIG.piece_bytes)
 
 
@@ -92,6 +97,24 @@ class InlineRankPieces(_Inline, RankPieces):
     pass
 
 
+class InlineOwnBlockPieces(OwnBlockPieces):
+    def __init__(
+        self, stores: Sequence[RankStore], steps: StepCounts, deadline_s: float, *, num_threads: int
+    ) -> None:
+        super().__init__(stores, steps, deadline_s, num_threads=num_threads)
+        given = steps, deadline_s
+        self._of_rank: list[RankPieces] = [
+            InlineRankPieces([one], *given, num_threads=num_threads, first_rank=rank)
+            for rank, one in enumerate(stores)
+        ]
+
+
+_OF_RANKS: dict[Way, type[RankPieces | OwnBlockPieces]] = {
+    "copied": InlineRankPieces,
+    "own": InlineOwnBlockPieces,
+}
+
+
 class NamedKvPieces(InlineKvPieces):
     """Treated as a GPU's: a piece that is read names its blocks."""
 
@@ -118,8 +141,8 @@ class Gang:
             LAYOUT,
             0.0,
             num_blocks=num_blocks,
-            of_one=InlineKvPieces if way == "copied" else NamedKvPieces,
-            of_ranks=InlineRankPieces if way == "copied" else NamedRankPieces,
+            of_one=InlineKvPieces if way in _OF_RANKS else NamedKvPieces,
+            of_ranks=_OF_RANKS.get(way, NamedRankPieces),
         )
         self.blocks = WholeBlocks(self.worker)
         self.blocks[range(num_blocks)] = np.random.default_rng(seed).integers(
@@ -184,10 +207,11 @@ def _with_other_bit(data: torch.Tensor) -> torch.Tensor:
 
 
 class WholeBlocks:
-    """A worker's blocks as rows of bytes, with the heads of all its ranks."""
+    """Blocks of a worker as rows of bytes: with the heads of all ranks, or the last one's own."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._stores = worker.stores[-1:] if worker.has_own_blocks else worker.stores
         self.is_behind = False  # the last rank
         self._owed: dict[int, torch.Tensor] = {}  # what it has not written yet, by block
 
@@ -195,7 +219,7 @@ class WholeBlocks:
         """As soon as every rank has ended its steps."""
         ids, worker = list(block_ids), self._worker
         blocks = torch.empty(len(ids), *worker.whole.block_shape)
-        for rank, store in enumerate(worker.stores):
+        for rank, store in enumerate(self._stores):
             blocks[..., worker.heads(rank), :] = store.tensor[ids]
         for place, block_id in enumerate(ids):
             if block_id in self._owed:
@@ -209,7 +233,7 @@ class WholeBlocks:
         data[:] = rows
         blocks = torch.from_numpy(data).view(torch.float32)
         blocks = blocks.view(len(ids), *self._worker.whole.block_shape)
-        for rank, store in enumerate(self._worker.stores):
+        for rank, store in enumerate(self._stores):
             heads = blocks[..., self._worker.heads(rank), :]
             if self.is_behind and store is self._worker.stores[-1]:
                 self._owed |= dict(zip(ids, heads, strict=True))
@@ -272,8 +296,22 @@ class GangWorld(World):
         self._restarts: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._incarnations = itertools.count(2)
-        side = Decode(num_blocks=24, max_rows=8, clock=clock)
+        self.first_block = self._first_block("prefill")
+        side = self._decode_side(clock, RECEIVER)
         super().__init__(side, config=PIECES_OF_TWO, seed=seed)
+
+    def _first_block(self, role: Role) -> int:
+        """Of the rank that has all requests."""
+        return (self._sizes[role] - 1) * NUM_BLOCKS[role] if self._way == "own" else 0
+
+    def _decode_side(self, clock: ManualClock, identity: WorkerIdentity) -> Decode:
+        return Decode(
+            num_blocks=NUM_BLOCKS["decode"],
+            max_rows=8,
+            clock=clock,
+            identity=identity,
+            first_block=self._first_block("decode"),
+        )
 
     def new_pieces(self, role: Role, num_blocks: int, seed: int) -> Gang:
         gang = Gang(role, self._sizes[role], num_blocks, seed, self.moments, self._way)
@@ -282,7 +320,7 @@ class GangWorld(World):
         return gang
 
     def new_channels(self) -> FakeChannels:
-        if self._way == "copied":
+        if self._way in _OF_RANKS:
             return super().new_channels()
         reach = partial(self.moments.reach, "decode")
         if self._way == "asked":
@@ -350,8 +388,7 @@ class GangWorld(World):
             await dead_sender.close()
         else:
             dead_receiver = self.receiver
-            decode = Decode(num_blocks=24, max_rows=8, identity=name, clock=self.clock)
-            self.start_receiver(decode, name)
+            self.start_receiver(self._decode_side(self.clock, name), name)
             await dead_receiver.close()
 
     # ---- what a client and its ingress do

@@ -96,6 +96,7 @@ class World:
     """P and D, and what became of every request. Create inside the loop."""
 
     is_on_gpu = False
+    first_block = 0  # of P, as its events and books number it
 
     def __init__(
         self,
@@ -142,7 +143,9 @@ class World:
         self.prefill_pieces = self.new_pieces("prefill", 64, self._seed)
         self.prefill_cache = ScrubbingCache(64, self.prefill_pieces)
         self.computing.clear()
-        self.outgoing = outgoing_class(self.prefill_cache, self._notify)
+        self.outgoing = outgoing_class(
+            self.prefill_cache, self._notify, first_block=self.first_block
+        )
         self.sender = sender_class(
             identity,
             self.config,
@@ -285,7 +288,11 @@ class World:
     def check_books(self) -> None:
         self.decode.check()
         computing = [(f"computes {key}", r.block_ids) for key, r in self.computing.items()]
-        check_blocks(self.prefill_cache, [*self.outgoing.owners(), *computing])
+        outgoing = [
+            (name, [block_id - self.first_block for block_id in block_ids])
+            for name, block_ids in self.outgoing.owners()
+        ]
+        check_blocks(self.prefill_cache, [*outgoing, *computing])
 
     async def close(self) -> None:
         """Shut both down and look for anything that stayed."""

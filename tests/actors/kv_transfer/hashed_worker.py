@@ -23,6 +23,7 @@ from engine.kv.transfer import (
     HandoffReady,
     HandoffRetracted,
     IncomingHandoffs,
+    JoiningRank,
     OutgoingEvent,
     OutgoingHandoffs,
 )
@@ -177,9 +178,8 @@ class HashedWorker:
             finish_rules=FinishRules(self._spec.eos_token_ids, MAX_MODEL_LEN),
         )
         self.incoming = IncomingHandoffs(
-            self.cache,
+            [JoiningRank(cache=self.cache, scheduler=self.scheduler)],
             hasher=hasher,
-            scheduler=self.scheduler,
             identity=self.identity,
             clock=clock,
             lease_s=1e6,

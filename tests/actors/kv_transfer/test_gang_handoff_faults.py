@@ -66,6 +66,7 @@ def play_all(sizes: tuple[int, int], way: Way, found: list[Fault]) -> None:
     [
         ("copied", "wrong", RankPieces, "_have"),
         ("copied", "late", RankPieces, "_wait_steps"),
+        ("own", "late", RankPieces, "_wait_steps"),
         ("pulled", "wrong", rank_pulls, "add_terms"),
         ("asked", "wrong", rank_pulls, "add_terms"),
     ],

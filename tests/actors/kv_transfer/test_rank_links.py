@@ -6,7 +6,7 @@ Threads stand in for the ranks' processes and for Ray's calls, queues for NCCL; 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
-from actors.kv_transfer.channels.handshake import Handshake
+from actors.kv_transfer.channels.handshake import RECEIVER_RANK, Handshake
 from actors.kv_transfer.channels.nccl_wire import NcclWire
+from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_links import (
     GiveHeads,
@@ -30,6 +32,7 @@ from actors.kv_transfer.rank_links import (
 )
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import Linking, PullsByRanks, RankPuller
+from actors.kv_transfer.rendezvous import answer_of
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
@@ -184,6 +187,45 @@ def test_a_wire_that_does_not_open_is_a_failed_channel() -> None:
         pulls.on_ask = fail
         with pytest.raises(HandoffError):
             moved.pull()
+
+
+def test_where_one_end_of_a_wire_fails_the_other_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved, pulls = linked(4, (2, 2), "gloo_pair")
+
+    def open_and_fail(self: LocalWires, kind: ChannelKind, epoch: int, key: str, end: int) -> Wire:
+        wire = Wires.opened(self, kind, epoch, key, end)
+        if end == RECEIVER_RANK:
+            wire.close()
+            raise HandoffError("no room")
+        return wire
+
+    monkeypatch.setattr(LocalWires, "opened", open_and_fail)
+    with pulls.opened(), pytest.raises(HandoffError, match="no room"):
+        moved.pull()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+def test_ranks_that_are_too_far_apart_are_unfit(sizes: tuple[int, int]) -> None:
+    """Not only a channel that failed: it would be tried again."""
+    moved, pulls = linked(4, sizes, "gloo_pair")
+    pulls.config = msgspec.structs.replace(CONFIG, floors_gb_s=FloorsConfig(gloo_pair=1e9))
+    with pulls.opened(), pytest.raises(UnfitError, match=r"floors_gb_s asks for 1e\+09"):
+        moved.pull()
+
+
+def test_a_call_between_ranks_keeps_what_kind_of_error_it_is() -> None:
+    def failed(cause: Exception) -> Any:
+        future: Future[None] = Future()
+        future.set_exception(RayTaskError("give", "its trace", cause))
+        return type("Reference", (), {"future": lambda _: future})()
+
+    with pytest.raises(UnfitError, match="too slow"):
+        answer_of("rank", failed(UnfitError("too slow")), 1.0)
+    with pytest.raises(HandoffError, match="it broke") as raised:
+        answer_of("rank", failed(HandoffError("it broke")), 1.0)
+    assert not isinstance(raised.value, UnfitError)
+    with pytest.raises(WorkerError, match="rank failed: ValueError"):
+        answer_of("rank", failed(ValueError("x")), 1.0)
 
 
 def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:

@@ -206,6 +206,43 @@ def test_a_piece_that_a_rank_fails_is_over_when_the_others_are(rank: int) -> Non
         moved.check()
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_no_rank_pulls_before_all_have_ended_steps_that_may_still_write_there(behind: int) -> None:
+    moved = Moved.drawn(2, 2, 2)
+    receiver = moved.pulls.receiver
+    receiver.pieces = RankPieces(
+        receiver.pieces.stores,  # type: ignore[attr-defined]
+        receiver.steps,
+        deadline_s=0.05,
+        num_threads=1,
+    )
+    other = receiver.stores[1].shared
+    assert other is not None
+
+    def end_step(rank: int) -> None:
+        if rank:
+            other.count_step()
+        else:
+            receiver.steps.num_ended = 1
+
+    receiver.steps.num_launched = 1
+    receiver.pieces.fence()
+    receiver.steps.num_launched = 2
+    end_step(1 - behind)
+
+    def refuse() -> None:
+        raise AssertionError("it was asked too early")
+
+    with moved.pulls.opened():
+        moved.pulls.hooks = {0: refuse, 1: refuse}
+        with pytest.raises(HandoffError, match=f"rank {behind} has ended 0 steps, not 1"):
+            moved.pull()
+        moved.pulls.hooks = {}
+        end_step(behind)
+        assert moved.pull()
+    moved.check()
+
+
 def test_a_rank_that_dies_in_a_pull_ends_the_worker() -> None:
     moved, is_dead = Moved.drawn(2, 2, 2), threading.Event()
     with moved.pulls.opened():

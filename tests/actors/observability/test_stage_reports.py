@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.ingress.generation import Mailbox
+from actors.ingress.mailbox import Mailbox
 from actors.observability.merged_metrics import prometheus_text
 from actors.observability.metrics import IngressMetrics
 from actors.observability.recent_ttft import RecentTtft

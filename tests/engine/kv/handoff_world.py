@@ -6,7 +6,7 @@ from engine.clock import ManualClock
 from engine.kv.cache import BlockCache, BlockTerms, check_blocks
 from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
-from engine.kv.transfer import IncomingHandoffs
+from engine.kv.transfer import IncomingHandoffs, JoiningRank
 from engine.messages import PieceHeader, Reservation, ReserveRequest, Role, WorkerIdentity
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
@@ -90,14 +90,16 @@ class Decode:
         incoming_class: type[IncomingHandoffs] = IncomingHandoffs,
         identity: WorkerIdentity = RECEIVER,
         clock: ManualClock | None = None,
+        first_block: int = 0,
     ) -> None:
+        """first_block: the number of the cache's first one, of a rank with blocks of its own."""
+        self._first_block = first_block
         self.clock = clock or ManualClock(100.0)
         self.cache = BlockCache(num_blocks, enable_prefix_caching=True, protected_share=0.8)
         self.scheduler = RecordingScheduler(self.cache)
         self.incoming = incoming_class(
-            self.cache,
+            [JoiningRank(cache=self.cache, scheduler=self.scheduler, first_block=first_block)],
             hasher=hasher(),
-            scheduler=self.scheduler,
             identity=identity,
             clock=self.clock,
             lease_s=LEASE_S,
@@ -105,7 +107,10 @@ class Decode:
         )
 
     def check(self) -> None:
-        owners = list(self.incoming.owners())
+        owners = [
+            (name, [block_id - self._first_block for block_id in block_ids])
+            for name, block_ids in self.incoming.owners()
+        ]
         owners += [(f"row {key}", r.block_ids) for key, r in self.scheduler.running.items()]
         check_blocks(self.cache, owners)
 

@@ -122,11 +122,22 @@ def test_one_flow_runs_the_list_as_it_stands() -> None:
 
 def test_what_an_operation_left_and_none_took_is_an_error() -> None:
     def leave(flow: Flow) -> None:
-        flow.parts = torch.empty(1)
+        flow.leave(parts=torch.empty(1))
 
     schedule = Schedule(name="one", stages=(("mlp",),))
     with pytest.raises(AssertionError, match="nobody took"):
         drive(bind([[Op("mlp", leave)]], schedule), [_flow(0)], InlineLanes())
+
+
+def test_what_nobody_took_is_not_overwritten() -> None:
+    flow = _flow(0)
+    flow.leave(parts=torch.zeros(1))
+    with pytest.raises(AssertionError, match="parts was left before"):
+        flow.leave(parts=torch.ones(1))
+    flow.parts = None
+    flow.leave(parts=torch.ones(1))
+    with pytest.raises(AssertionError, match="residual is not left"):
+        flow.leave(residual=torch.ones(1))
 
 
 def test_a_flow_that_has_ended_runs_nothing_more() -> None:

@@ -21,7 +21,7 @@ from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
-from engine.runner.graph_sizes import ragged_sizes
+from engine.runner.graph_sizes import ragged_sizes, verify_sizes
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
@@ -51,6 +51,7 @@ def build_executor(
     *,
     captures: bool,
     captures_prompts: bool = False,
+    captures_drafts: bool = False,
 ) -> runner.Executor:
     """captures_prompts: and shared experts are computed in a stream of their own.
 
@@ -74,7 +75,8 @@ def build_executor(
         executor.compute_shared_beside(MAX_TOKENS)
     if captures:
         prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS) if captures_prompts else None
-        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=prompts)
+        drafts = verify_sizes(MAX_ROWS, MAX_TOKENS) if captures_drafts else []
+        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=prompts, verify=drafts)
     return executor
 
 
@@ -194,12 +196,14 @@ class DpEngine(LedRanks):
         *,
         captures: bool = False,
         captures_prompts: bool = False,
+        captures_drafts: bool = False,
         overlap: bool = False,
         fault: str | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         """fault: a mistake of the other ranks, see `planted`."""
-        given = folder, captures or captures_prompts, captures_prompts
+        captures = captures or captures_prompts or captures_drafts
+        given = folder, captures, captures_prompts, captures_drafts
         super().__init__(ranks, _build_exact, *given, is_exact=True, fault=fault)
         self.engine: ExactEngine
         self.executor: runner.Executor
@@ -219,8 +223,13 @@ class DpEngine(LedRanks):
 
 
 def _build_exact(
-    comm: Comm, folder: Path, captures: bool, captures_prompts: bool
+    comm: Comm, folder: Path, captures: bool, captures_prompts: bool, captures_drafts: bool
 ) -> runner.Executor:
     return build_executor(
-        comm, folder, DP_ATTENTION, captures=captures, captures_prompts=captures_prompts
+        comm,
+        folder,
+        DP_ATTENTION,
+        captures=captures,
+        captures_prompts=captures_prompts,
+        captures_drafts=captures_drafts,
     )

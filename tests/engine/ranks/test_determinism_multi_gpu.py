@@ -1,6 +1,7 @@
 """Deterministic mode on two GPUs: one request's logits are the same bits however computed."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from engine.layers.context import Comm
 from engine.models.registry import build_model
-from tests.engine.runner.determinism_trials import hash_alone, hash_among_others, one_prompt
+from tests.engine.runner.determinism_trials import fixed_driver, hash_ways
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
@@ -35,9 +36,7 @@ def _hashes(comm: Comm, folder: Path) -> set[str]:
         is_deterministic=True,
         rank=comm.rank,
     )
-    prompt = one_prompt(99)
-    found = {hash_alone(model, prompt, comm)}
-    return found | {hash_among_others(model, prompt, seed, comm) for seed in range(NUM_TRIALS)}
+    return hash_ways(partial(fixed_driver, model, comm=comm), NUM_TRIALS)
 
 
 @pytest.mark.parametrize(

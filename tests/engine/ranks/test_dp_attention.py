@@ -14,8 +14,12 @@ from engine.errors import WorkerError
 from engine.layers.row_exchange import Padding, RowExchange, choose_padding
 from engine.messages import TokenRecord
 from engine.plan import StepPlan
+from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from engine.runner.expert_load import ExpertLoads
+from engine.runner.graph_sizes import GraphSize
+from engine.runner.graphs import GraphOutput, StepGraphs
+from kernels.attention.protocol import AttentionStep
 from tests.engine.ranks.dp_stories import BLOCK_SIZE, DpEngine, ExactEngine, engine_of_one_rank
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.harness.drafters import Guesser
@@ -117,10 +121,19 @@ def test_ranks_replay_graphs_of_prompts_together(
     assert counts.num_replayed >= 3
 
 
-@pytest.mark.parametrize("captures_prompts", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "captures"),
+    [
+        (False, ()),
+        (True, ("prompts", "drafts")),
+        pytest.param(True, (), marks=pytest.mark.nightly),
+        pytest.param(True, ("prompts",), marks=pytest.mark.nightly),
+        pytest.param(False, ("prompts",), marks=pytest.mark.nightly),
+        pytest.param(False, ("prompts", "drafts"), marks=pytest.mark.nightly),
+    ],
+)
 def test_drafts_of_a_rank_change_no_token(
-    overlap: bool, captures_prompts: bool, two: RankProcesses, folder: Path
+    overlap: bool, captures: tuple[str, ...], two: RankProcesses, folder: Path
 ) -> None:
     """Some right and some wrong, of rows on one rank or on both, beside rows without any."""
     alone, requests = engine_of_one_rank(folder), [*_requests(), (PROMPT, LONG), (PROMPT[3:], LONG)]
@@ -134,15 +147,30 @@ def test_drafts_of_a_rank_change_no_token(
         vocab_size=131,
         error_rate=0.3,
     )
-    with DpEngine(
-        two, folder, captures_prompts=captures_prompts, overlap=overlap, drafter=guesser
-    ) as shared:
+    settings = {f"captures_{kind}": True for kind in captures}
+    with DpEngine(two, folder, overlap=overlap, drafter=guesser, **settings) as shared:
+        replays = _note_replays(shared.executor._graphs.verify)
         assert _answers(shared.engine, requests) == expected
         counts = shared.engine.scheduler.drafting.counts
+        assert (len(replays) > 3) == ("drafts" in captures)
     kinds = {tuple(bool(one.drafts) for one in plan.of_ranks) for plan in shared.engine.plans}
     assert kinds >= {(True, False), (False, True), (False, False)}
     assert 0 < counts.num_accepted < counts.num_drafted
     assert not shared.engine.scheduler.drafting.kept_keys()
+
+
+def _note_replays(graphs: StepGraphs | None) -> list[GraphSize]:
+    """From now on it has the size of each replay."""
+    found: list[GraphSize] = []
+    if graphs is not None:
+        replay = graphs.replay
+
+        def noted(size: GraphSize, step: AttentionStep) -> GraphOutput:
+            found.append(size)
+            return replay(size, step)
+
+        graphs.replay = noted  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize("captures_prompts", [False, True])
@@ -315,6 +343,30 @@ def test_rows_are_padded_where_that_sends_less() -> None:
     assert choose_padding([8, 1, 1, 1], has_prompts=False) is Padding.SUM_LEN
     assert choose_padding([8, 8, 1, 1], has_prompts=False) is Padding.MAX_LEN
     assert choose_padding([8, 8], has_prompts=True) is Padding.SUM_LEN
+
+
+class _Apart:
+    """A `Comm` of the last of three ranks, to which the others sent what it has, too."""
+
+    rank = Rank(2, 3)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        assert (sent, received) == ([2, 2, 2], [2, 2, 2])
+        return x
+
+
+def test_sums_may_be_in_the_order_of_the_ranks_whatever_the_padding() -> None:
+    """Not by the comm's own sums, whose order depends on sizes and on the rank."""
+    parts = (torch.randn(6, 8) * 10.0 ** torch.arange(8)).bfloat16()
+    first, second, third = parts.view(3, 2, 8).float().unbind()
+    expected = (first + second + third).bfloat16()
+    padded = RowExchange.padded(_Apart(), 2, is_ordered=True)  # type: ignore[arg-type]
+    unpadded = RowExchange.of_rows(_Apart(), [2, 2, 2], has_prompts=True)  # type: ignore[arg-type]
+    for exchange in (padded, unpadded):
+        assert torch.equal(exchange.scatter(parts, 2), expected)
 
 
 def test_a_step_of_unequal_ranks_is_exchanged_in_its_own_sizes(two: RankProcesses) -> None:

@@ -152,8 +152,9 @@ def test_steps_as_two_batches_give_the_answers_of_one_rank(
             _assert_same(answer(shared.engine, requests), theirs)
     finally:
         shared.end()
-    told = shared.engine.executor.statistics().two_batches
+    told = shared.engine.load().two_batches
     assert told is not None
+    assert alone.load().two_batches is None
     assert min(told.num_split_prompts, told.num_split_decodes, told.num_two_chunk) > 0
 
 
@@ -284,6 +285,9 @@ def test_thresholds_of_two_batches_may_be_measured_at_the_start(
     requests = [(prompt * 3, asks) for prompt in _prompts(TEXTS)] * 5
     shared = SharedEngine(ranks, SETTINGS | measured)
     try:
+        told = shared.engine.load().two_batches
+        assert told is not None
+        assert told.num_steps == told.num_split_prompts == told.num_replayed == 0
         _assert_same(answer(shared.engine, requests), answer(alone, requests))
     finally:
         shared.end()

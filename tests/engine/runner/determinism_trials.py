@@ -6,43 +6,50 @@ same.
 
 import hashlib
 import random
+from collections.abc import Callable
 
 import torch
 
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from tests.engine.runner.step_driver import StepDriver
-from tests.harness.tiny_models import VOCAB_SIZE
 
 LENGTH = 150
+NUM_IDS = 130  # that any tiny model knows; its file would import transformers
+Start = Callable[[int], StepDriver]  # of a seed
 
 
 def one_prompt(seed: int) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(VOCAB_SIZE) for _ in range(LENGTH)]
+    return [rng.randrange(NUM_IDS) for _ in range(LENGTH)]
 
 
 def fixed_driver(model: CausalLM, seed: int, comm: Comm = SINGLE_RANK) -> StepDriver:
     return StepDriver(model, seed=seed, block_size=16, num_blocks=160, fixed_tile=True, comm=comm)
 
 
-def hash_alone(model: CausalLM, prompt: list[int], comm: Comm = SINGLE_RANK) -> str:
+def hash_ways(start: Start, num_trials: int) -> set[str]:
+    """Of a prompt's logits, alone and so many times among others; one hash, or bits differ."""
+    prompt = one_prompt(99)
+    hashes = {_hash_alone(start, prompt)}
+    return hashes | {_hash_among_others(start, prompt, seed) for seed in range(num_trials)}
+
+
+def _hash_alone(start: Start, prompt: list[int]) -> str:
     """All logits of `prompt` in one step of its own."""
-    driver = fixed_driver(model, 0, comm)
+    driver = start(0)
     driver.admit(0, prompt)
     return _digest(driver.logits({0: LENGTH})[0])
 
 
-def hash_among_others(
-    model: CausalLM, prompt: list[int], seed: int, comm: Comm = SINGLE_RANK
-) -> str:
+def _hash_among_others(start: Start, prompt: list[int], seed: int) -> str:
     """All logits of `prompt`, in random chunks, beside random neighbours."""
     rng = random.Random(seed)
-    driver = fixed_driver(model, seed, comm)
+    driver = start(seed)
     driver.admit(0, prompt)
     neighbours = list(range(1, rng.randrange(1, 8)))
     for row in neighbours:
-        driver.admit(row, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 250))])
+        driver.admit(row, [rng.randrange(NUM_IDS) for _ in range(rng.randrange(1, 250))])
     lines = []
     while (left := LENGTH - driver.num_computed[0]) > 0:
         largest = rng.choice((1, 1, 2, 30, LENGTH))

@@ -1,5 +1,6 @@
 """Deterministic mode: one request's logits are the same bits however it is computed."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,13 +8,7 @@ import torch
 
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
-from tests.engine.runner.determinism_trials import (
-    LENGTH,
-    fixed_driver,
-    hash_alone,
-    hash_among_others,
-    one_prompt,
-)
+from tests.engine.runner.determinism_trials import LENGTH, fixed_driver, hash_ways, one_prompt
 from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 pytestmark = pytest.mark.gpu
@@ -43,10 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_fifty_ways_to_compute_a_request_have_one_hash(model: CausalLM) -> None:
-    prompt = one_prompt(99)
-    hashes = {hash_alone(model, prompt)}
-    hashes |= {hash_among_others(model, prompt, seed) for seed in range(1, NUM_TRIALS + 1)}
-    assert len(hashes) == 1
+    assert len(hash_ways(partial(fixed_driver, model), NUM_TRIALS)) == 1
 
 
 def test_a_prefix_computed_by_another_request_changes_no_bit(model: CausalLM) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from configs.schema import SchedulerConfig
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
+from engine.scheduling.admission import Admission
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.drafting import Drafting, PlannedDrafts
@@ -36,7 +37,17 @@ class WithPlantedBlocks(Scheduler):
 
     def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
         super().__init__(config, **parts)
-        self._blocks = self.blocks_class(parts["cache"], parts["hasher"], parts["block_size"])
+        self._blocks.__class__ = self.blocks_class
+
+
+class WithPlantedAdmission(Scheduler):
+    """A scheduler whose `Admission` has the bug."""
+
+    admission_class: type[Admission]
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._admission.__class__ = self.admission_class
 
 
 class CountsOneBlockTooFew(WithPlantedBlocks):
@@ -45,15 +56,16 @@ class CountsOneBlockTooFew(WithPlantedBlocks):
             return super().full(requests)[1:]
 
 
-class IndexesBeforeTheStepHasRun(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        is_admitted = super()._acquire_blocks(request)
-        if is_admitted:
-            self._blocks.hash_full(request)
-            for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
-                parent = request.block_hashes[i - 1] if i else None
-                self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
-        return is_admitted
+class IndexesBeforeTheStepHasRun(WithPlantedAdmission):
+    class admission_class(Admission):  # noqa: N801 - an attribute
+        def _acquire_blocks(self, request: Request) -> bool:
+            is_admitted = super()._acquire_blocks(request)
+            if is_admitted:
+                self._state.blocks.hash_full(request)
+                for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
+                    parent = request.block_hashes[i - 1] if i else None
+                    self._state.cache.index(request.block_ids[i], request.block_hashes[i], parent)
+            return is_admitted
 
 
 class CountsTokensAnewAfterPreemption(Scheduler):
@@ -74,17 +86,18 @@ class TakesOneTokenMoreThanTheBudget(Scheduler):
         super().__init__(generous, **parts)
 
 
-class PreemptionKeepsTheProgress(Scheduler):
+class PreemptionKeepsTheProgress(WithPlantedAdmission):
+    class admission_class(Admission):  # noqa: N801 - an attribute
+        def _acquire_blocks(self, request: Request) -> bool:
+            num_computed_tokens = request.num_computed_tokens
+            is_admitted = super()._acquire_blocks(request)
+            request.num_computed_tokens = max(num_computed_tokens, request.num_computed_tokens)
+            return is_admitted
+
     def _preempt(self, request: Request) -> None:
         num_computed_tokens = request.num_computed_tokens
         super()._preempt(request)
         request.num_computed_tokens = num_computed_tokens
-
-    def _acquire_blocks(self, request: Request) -> bool:
-        num_computed_tokens = request.num_computed_tokens
-        is_admitted = super()._acquire_blocks(request)
-        request.num_computed_tokens = max(num_computed_tokens, request.num_computed_tokens)
-        return is_admitted
 
 
 class RowsAreLost(Scheduler):
@@ -93,12 +106,13 @@ class RowsAreLost(Scheduler):
         request.row = None
 
 
-class HitsTheWholePrompt(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        request.tokens.append(0)
-        is_admitted = super()._acquire_blocks(request)
-        request.tokens.pop()
-        return is_admitted
+class HitsTheWholePrompt(WithPlantedAdmission):
+    class admission_class(Admission):  # noqa: N801 - an attribute
+        def _acquire_blocks(self, request: Request) -> bool:
+            request.tokens.append(0)
+            is_admitted = super()._acquire_blocks(request)
+            request.tokens.pop()
+            return is_admitted
 
 
 class PoisonedBlocksAreNotZeroed(Scheduler):
@@ -108,19 +122,20 @@ class PoisonedBlocksAreNotZeroed(Scheduler):
 
 
 class PoisonedBlocksCanBeFound(Scheduler):
-    def _leave_as_nonfinite(self, request: Request) -> None:
-        super()._leave_as_nonfinite(request)
+    def _leave_without_token(self, request: Request, *, is_finite: bool) -> None:
+        super()._leave_without_token(request, is_finite=is_finite)
         poisoned = self._blocks.nonfinite_block_ids
         for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
             parent = request.block_hashes[i - 1] if i else None
             self._cache.index(block_id, request.block_hashes[i], parent)
 
 
-class AsksForASpareBlock(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
-        is_last = num_blocks == self._cache.num_blocks
-        return not is_last and super()._acquire_blocks(request)
+class AsksForASpareBlock(WithPlantedAdmission):
+    class admission_class(Admission):  # noqa: N801 - an attribute
+        def _acquire_blocks(self, request: Request) -> bool:
+            num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
+            is_last = num_blocks == self._state.cache.num_blocks
+            return not is_last and super()._acquire_blocks(request)
 
 
 class TwinsDecideDifferently(Scheduler):
@@ -255,7 +270,7 @@ class GoesOnPastItsLastToken(Scheduler):
             def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
                 return []
 
-        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
+        self._finish_rules.__class__ = Rules
 
 
 class PausesOneTokenTooSoon(Scheduler):
@@ -269,7 +284,7 @@ class PausesOneTokenTooSoon(Scheduler):
             def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
                 return [r for r in requests if r.num_computed_tokens + 2 >= r.max_known_tokens]
 
-        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
+        self._finish_rules.__class__ = Rules
 
 
 class WhoLeavesIsPlannedOn(Scheduler):
@@ -283,7 +298,7 @@ class WhoLeavesIsPlannedOn(Scheduler):
                 if is_decode:
                     self.decodes[request.key] = request
 
-        self._running = Running()
+        self._running.__class__ = Running
 
 
 class ADecodeThatEndsIsPassedOver(Scheduler):

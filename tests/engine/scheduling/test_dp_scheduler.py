@@ -13,9 +13,10 @@ from engine.kv.hashes import RequestHasher
 from engine.kv.rank_caches import RankCaches
 from engine.messages import FailureRecord, TokenRecord
 from engine.plan import StepPlan, StepResult
+from engine.rank_choice import RankLoad, choose_rank
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.dp_scheduler import DpScheduler, RankLoad, choose_rank
+from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.scheduler import DEFAULT_LAPS
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.replica import (
@@ -217,7 +218,7 @@ def test_short_prompts_of_an_idle_gang_wait_for_others() -> None:
 def _load(num_requests: int, num_tokens_before: int, *, has_room: bool = True) -> RankLoad:
     return RankLoad(
         num_requests=num_requests,
-        is_queue_full=False,
+        is_full=False,
         num_tokens_before=num_tokens_before,
         has_room=has_room,
         num_available_blocks=9,

@@ -81,7 +81,7 @@ def test_no_draft_changes_an_answer(way: str) -> None:
     plans = [plan for replica in replicas for plan in replica.executor.plans]
     assert any(plan.ahead for plan in plans) == (way == "planned ahead")
     counts = [replica.scheduler.statistics() for replica in replicas]
-    drafts = [replica.scheduler.draft_counts for replica in replicas]
+    drafts = [replica.scheduler.drafting.counts for replica in replicas]
     assert sum(count.num_preemptions for count in counts) > 5
     assert sum(count.num_cached_tokens for count in counts) > 20
     assert sum(count.num_drafted for count in drafts) > 250
@@ -105,7 +105,7 @@ def test_drafts_that_are_right_save_steps(num_drafts: int, overlap: bool) -> Non
     replica.run()
     assert replica.output(request) == replica.expected(request)
     assert len(replica.executor.plans) == 1 + -(-24 // (num_drafts + 1))
-    counts = replica.scheduler.draft_counts
+    counts = replica.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted == sum(counts.accepted_at)
     assert _num_tokens(replica) == 5 + 24  # every token once, the last one never
     replica.check_idle()
@@ -130,7 +130,7 @@ def test_a_block_is_found_again_only_with_the_tokens_that_were_kept() -> None:
     replica.run()
     assert second.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert replica.output(second) == replica.expected(second)
-    assert replica.scheduler.draft_counts.num_accepted > 0
+    assert replica.scheduler.drafting.counts.num_accepted > 0
     replica.check_idle()
 
 
@@ -144,7 +144,7 @@ def test_drafts_take_no_block_that_a_row_may_need_and_preempt_nobody() -> None:
             replica.add(str(i), prompt_of(7, i), params=params_of(9, seed=i))
         replica.run()
         replica.check_idle()
-    assert drafted.scheduler.draft_counts.num_drafted > 0
+    assert drafted.scheduler.drafting.counts.num_drafted > 0
     count, expected = (r.scheduler.statistics().num_preemptions for r in (drafted, plain))
     assert count <= expected
 

@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema import LapsConfig
 from engine.kv.layout import KvLayout
-from engine.kv.transfer import IncomingHandoffs
+from engine.kv.transfer import IncomingHandoffs, JoiningRank
 from engine.messages import NotNow, Reservation, ReserveRequest, WorkerIdentity
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
@@ -93,9 +93,8 @@ def test_a_more_important_long_prompt_takes_the_place_of_a_less_important_one() 
 
 def incoming_of(replica: Replica, max_rows: int) -> IncomingHandoffs:
     return IncomingHandoffs(
-        replica.cache,
+        [JoiningRank(cache=replica.cache, scheduler=replica.scheduler)],
         hasher=replica.scheduler._blocks._hasher,
-        scheduler=replica.scheduler,
         identity=identity_of("decode-0"),
         clock=replica.clock,
         lease_s=8.0,

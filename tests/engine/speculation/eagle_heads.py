@@ -11,6 +11,7 @@ from demo_model.eagle_head import EagleHead
 from engine.build import Engine
 from engine.request import Request, SamplingParams
 from engine.speculation.feature_drafter import FeatureDrafter
+from engine.turns import Turns
 from tests.engine.speculation.guessed_engines import run
 from tests.harness.tiny_models import VOCAB_SIZE
 
@@ -55,8 +56,8 @@ def save_head(folder: Path, *, seed: int, **settings: object) -> EagleHead:
 class _Recorded(FeatureDrafter):
     """Notes what was proposed for which tokens."""
 
-    def propose(self, asked: list[tuple[Request, int]]) -> list[list[int]]:
-        found = super().propose(asked)
+    def proposing(self, asked: list[tuple[Request, int]]) -> Turns[list[list[int]]]:
+        found = yield from super().proposing(asked)
         self.proposals += [
             (list(request.tokens), drafts)
             for (request, _), drafts in zip(asked, found, strict=True)

@@ -87,7 +87,7 @@ def start_exact(
     if dotted["speculation.drafter"] == "none":
         del dotted["speculation.adaptive"]
     config = load_config(None, dotted)
-    source = WeightSource(sharing=config.workers.expert_sharing)
+    source = WeightSource(sharing=config.workers.expert_sharing_of(comm.rank.size))
     model = exact_model(folder, ops, comm.rank, source)
     given = config, "test", MonotonicClock(), notify or _no_handoff, bytes(32)
     return build_engine(*given, model=model, role=role, comm=comm)

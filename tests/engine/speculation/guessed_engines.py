@@ -8,6 +8,7 @@ from typing import Any
 from engine.build import Engine
 from engine.kv.cache import check_blocks
 from engine.request import Request, SamplingParams
+from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.ranks.exact_models import save_whole_numbers
@@ -69,8 +70,10 @@ def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
     scheduler = engine.core.scheduler
     check_blocks(engine.cache, list(scheduler.owners()))
     assert engine.cache.num_held == 0
-    assert scheduler.num_free_rows == scheduler._config.max_num_seqs
-    assert scheduler.drafting.kept_keys() == set()
+    of_rank = scheduler.of_rank if isinstance(scheduler, DpScheduler) else [scheduler]
+    for one in of_rank:
+        assert one.num_free_rows == one._config.max_num_seqs
+        assert one.drafting.kept_keys() == set()
     return found
 
 

@@ -74,7 +74,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
             assert_same(run(engine, asked), expected)
             assert not drafter._seats
         assert_same(run(engine, free), free_expected)
-        counts = engine.core.scheduler.draft_counts
+        counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 50
 
 
@@ -93,7 +93,7 @@ def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
         )
         assert_same(run(engine, asked), expected)
     assert engine.core.scheduler.statistics().num_preemptions > 0
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted < counts.num_drafted
 
 

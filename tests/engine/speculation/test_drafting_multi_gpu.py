@@ -11,6 +11,8 @@ import torch
 
 from engine.build import Engine
 from engine.layers.context import Comm
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.rank_passes import JoinedPasses
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals, save_head
 from tests.engine.speculation.gpu_work import mixed_work
 from tests.engine.speculation.mtp_models import save_mtp_model
@@ -97,10 +99,37 @@ def test_a_head_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
     target, head = tmp_path / "target", tmp_path / "head"
     save_model(target, "Qwen3ForCausalLM", seed=7, **{**GROUPED, "num_hidden_layers": 4})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
-    sizes = {"hidden_size": 512, "intermediate_size": 208, "draft_vocab_size": 91}
+    sizes = {"hidden_size": 512, "intermediate_size": 224, "draft_vocab_size": 91}
     save_head(head, seed=8, **sizes, **heads)
     drafts = {**DRAFTS, "speculation__drafter": "eagle3", "speculation__model_path": str(head)}
     _assert_drafts_change_no_answer(ranks, {**BASE, "model__path": str(target)}, drafts)
+
+
+@pytest.mark.parametrize("max_graph_tokens", [0, 64])
+def test_a_layer_drafts_on_gpus_with_requests_of_their_own(
+    max_graph_tokens: int, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """With DP attention, whose answers are the same bits alone, beside others and on either GPU."""
+    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
+    save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
+    settings = {
+        **BASE,
+        "model__path": str(tmp_path),
+        "workers__expert_parallel": True,
+        "workers__enable_dp_attention": True,
+    }
+    with _shared(ranks, settings) as plain:
+        expected = _tokens(plain)
+        prompt, params = mixed_work(30)[0]
+        params = msgspec.structs.replace(params, ignore_eos=True)
+        [alone] = answer(plain, [(prompt, params)])
+        assert alone.tokens == expected[0]
+    drafts = {**MTP, "speculation__max_graph_tokens": max_graph_tokens}
+    with _shared(ranks, settings | drafts) as engine:
+        assert _tokens(engine) == expected
+        assert engine.core.scheduler.drafting.counts.num_drafted > 200
+        assert isinstance(engine.draft_passes, JoinedPasses)
+        assert engine.draft_passes.num_met > 50
 
 
 def _assert_drafts_change_no_answer(
@@ -114,7 +143,7 @@ def _assert_drafts_change_no_answer(
         with _shared(ranks, settings | drafts | {"execution__cuda_graphs": graphs}) as engine:
             proposals.append(record_proposals(engine))
             assert _tokens(engine) == expected
-            assert engine.core.scheduler.draft_counts.num_drafted > 200
+            assert engine.core.scheduler.drafting.counts.num_drafted > 200
     assert_same_drafts(*proposals)
 
 
@@ -134,8 +163,8 @@ def test_drafts_that_no_host_reads_are_right_on_both_gpus(
     with _shared(ranks, settings) as plain:
         expected = _tokens(plain)
     with _shared(ranks, settings | drafts) as engine:
-        assert engine.draft_model is not None
-        assert engine.draft_model.can_propose_ahead
+        assert isinstance(engine.draft_passes, DraftModel)
+        assert engine.draft_passes.can_propose_ahead
         assert _tokens(engine) == expected
-        counts = engine.core.scheduler.draft_counts
+        counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 200

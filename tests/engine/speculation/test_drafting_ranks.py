@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.layers.context import SINGLE_RANK
+from engine.speculation.draft_model import DraftModel
 from tests.engine.ranks.exact_models import save_whole_numbers
 from tests.engine.speculation.drafting_stories import exact_drafts, start_drafting
 from tests.engine.speculation.eagle_heads import (
@@ -116,8 +117,8 @@ def test_drafts_that_no_host_reads_change_no_answer(
         led.lead_engine(engine)
         for _ in range(2):
             assert_same(run(engine, asked), expected)
-    drafter, counts = engine.draft_model, engine.core.scheduler.draft_counts
-    assert drafter is not None
+    drafter, counts = engine.draft_passes, engine.core.scheduler.drafting.counts
+    assert isinstance(drafter, DraftModel)
     assert drafter.can_propose_ahead
     assert 0 < counts.num_accepted < counts.num_drafted
     told = engine.executor.statistics().two_batches
@@ -143,5 +144,5 @@ def test_a_draft_model_over_two_ranks_is_as_right_as_the_target(
         led.lead_engine(engine)
         for _ in range(2):
             assert_same(run(engine, asked), expected)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 20

@@ -68,7 +68,7 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("target")
-    save_exact_model(path, seed=SEED, num_hidden_layers=4)
+    save_exact_model(path, seed=SEED, num_hidden_layers=3)
     return path
 
 
@@ -114,7 +114,7 @@ def _start(
         **{"speculation__max_drafts": 3, "speculation__adaptive": False, **overrides},
     )
     if way != "made true":
-        drafts = engine.draft_model
+        drafts = engine.draft_passes
         for executor in (engine.executor, *([drafts.executor] if drafts else [])):
             assert isinstance(executor, Executor)
             _move_inputs(executor, captures=way == "moved in graphs")
@@ -150,7 +150,7 @@ def test_drafts_of_an_equal_model_are_all_right(
     with exact_arithmetic(), launched_plans() as plans:
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), plain)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     num_stopped = sum(2 for answer in plain if answer.finish == "stop")
     assert 100 < counts.num_drafted <= counts.num_accepted + 3 * num_stopped
     assert sum(len(plan.ahead) for executor, plan in plans if executor is engine.executor) > 20
@@ -177,13 +177,13 @@ def test_wrong_drafts_change_no_answer(
 ) -> None:
     """Few blocks, so that requests are preempted, and chunks beside rows with drafts."""
     if drafter == "eagle3":
-        save_head(tmp_path, seed=SEED)
+        save_head(tmp_path, seed=SEED, eagle_config={}, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     else:
         save_model(tmp_path, seed=SEED + 1, num_hidden_layers=1)
     engine = _start(folder, drafter, tmp_path, way=way, cache__num_blocks=30)
     with exact_arithmetic(), launched_plans() as plans:
         assert_same(run(engine, asked), plain)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
     assert any(plan.ahead for executor, plan in plans if executor is engine.executor)
@@ -203,10 +203,22 @@ def _repeating(seed: int) -> list[Asked]:
     return asked
 
 
+@pytest.fixture(scope="module")
+def repeating() -> list[Asked]:
+    return _repeating(SEED)
+
+
+@pytest.fixture(scope="module")
+def repeated(folder: Path, repeating: list[Asked]) -> list[Answer]:
+    with exact_arithmetic():
+        return run(start_exact(folder, speculation__drafter="none"), repeating)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_ngrams_that_the_device_looks_up_change_no_answer(folder: Path, way: str) -> None:
+def test_ngrams_that_the_device_looks_up_change_no_answer(
+    folder: Path, repeating: list[Asked], repeated: list[Answer], way: str
+) -> None:
     """Behind tokens in flight, right or wrong; from cached prefixes, and preempted."""
-    asked = _repeating(SEED)
     engine = _start(
         folder,
         "ngram",
@@ -216,10 +228,9 @@ def test_ngrams_that_the_device_looks_up_change_no_answer(folder: Path, way: str
         speculation__ngrams_on_device=True,
     )
     with exact_arithmetic(), launched_plans() as plans:
-        expected = run(start_exact(folder, speculation__drafter="none"), asked)
         for _ in range(2):
-            assert_same(run(engine, asked), expected)
-    counts = engine.core.scheduler.draft_counts
+            assert_same(run(engine, repeating), repeated)
+    counts = engine.core.scheduler.drafting.counts
     assert 20 < counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
     assert sum(its[-1] < NEWEST for _, plan in plans for _, its in plan.drafts if its) > 20
@@ -234,7 +245,7 @@ def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) ->
     with exact_arithmetic(), launched_plans() as plans:
         run(engine, [([9, 4, 4, 4, 4], params)])
     steps = [plan for executor, plan in plans if executor is engine.executor and plan.rows]
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted >= 27
     assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
 

@@ -94,7 +94,7 @@ def test_no_answer_changes_where_drafts_stay_on_the_device(
     ) as ahead:
         assert [found.tokens for found in answer(engine, mixed_work())] == expected
     assert any(num for (asked,), _ in ahead.call_args_list for _, _, num in asked)
-    assert engine.core.scheduler.draft_counts.num_drafted > 200
+    assert engine.core.scheduler.drafting.counts.num_drafted > 200
 
 
 def test_drafts_in_fp32_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:
@@ -128,4 +128,4 @@ def test_a_handoff_between_two_gpu_stores_takes_features_along(
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     pair = LocalPair(load_config(None, dotted))
     assert [found.tokens for found in pair.answer(work)] == expected
-    assert pair.decode.core.scheduler.draft_counts.num_drafted > 50
+    assert pair.decode.core.scheduler.drafting.counts.num_drafted > 50

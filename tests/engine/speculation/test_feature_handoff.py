@@ -72,7 +72,7 @@ def test_tokens_and_drafts_behind_a_handoff_are_those_of_one_worker(
     expected = [found.tokens for found in answer(one, asked)]
     pair = LocalPair(load_config(None, settings))
     assert [found.tokens for found in pair.answer(asked)] == expected
-    there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
+    there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert there.num_drafted > 40
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0
@@ -140,7 +140,7 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
             pair = _PairOverRanks(led, shared, str(folder), settings)
             proposals.append(record_proposals(pair.decode))
             assert [found.tokens for found in pair.answer(asked)] == expected
-    there, here = pair.decode.core.scheduler.draft_counts, one.core.scheduler.draft_counts
+    there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert_same_drafts(*proposals, num_at_least=5)
     assert there.num_accepted > 0 or drafter == "eagle3"

@@ -90,7 +90,7 @@ def test_every_number_is_that_without_drafts(
     guess(engine, asked, plain, num_drafts=num_drafts, error_rate=error_rate, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
-        counts = engine.core.scheduler.draft_counts
+        counts = engine.core.scheduler.drafting.counts
         assert counts.num_drafted > 60
         assert (counts.num_accepted == counts.num_drafted) == (error_rate == 0.0)
         assert_same(run(engine, asked), plain)  # and now from cached prefixes
@@ -120,7 +120,7 @@ def test_ngrams_change_nothing_and_are_right_where_answers_repeat(
         assert_same(run(engine, asked), plain)
         before = engine.core.scheduler.statistics().num_steps
         assert_same(run(engine, asked), plain)
-    assert engine.core.scheduler.draft_counts.num_accepted > 0
+    assert engine.core.scheduler.drafting.counts.num_accepted > 0
     assert engine.core.scheduler.statistics().num_steps <= 2 * before
 
 

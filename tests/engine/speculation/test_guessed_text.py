@@ -56,7 +56,7 @@ def test_greedy_text_is_that_of_transformers(
         with torch.no_grad():
             logits = oracle(torch.tensor([[*prompt, *ours.tokens]])).logits[0]
         assert ours.tokens == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
-    assert engine.core.scheduler.draft_counts.num_accepted > 20
+    assert engine.core.scheduler.drafting.counts.num_accepted > 20
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_structured_output_is_that_without_drafts(
         assert [f.tokens for f in found] == [e.tokens for e in expected]
         assert [f.finish for f in found] == [e.finish for e in expected]
     assert sum(found.finish == "stop" for found in expected) > 5
-    assert engine.core.scheduler.draft_counts.num_accepted > 50
+    assert engine.core.scheduler.drafting.counts.num_accepted > 50
 
 
 @pytest.mark.parametrize("backend", ["prefill", pytest.param("decode", marks=pytest.mark.nightly)])
@@ -125,7 +125,7 @@ def test_tokens_come_as_often_as_the_model_says(tmp_path: Path, backend: str) ->
             for b, c in counts
         }
     assert min(expected.values()) > 10
-    drafts = engine.core.scheduler.draft_counts
+    drafts = engine.core.scheduler.drafting.counts
     assert 0 < drafts.num_accepted < drafts.num_drafted
     chi_square = sum((counts[k] - expected[k]) ** 2 / expected[k] for k in counts)
     assert chi_square < CHI_SQUARE_LIMIT, f"{counts} for {expected}"

@@ -78,7 +78,7 @@ def test_no_answer_changes(tmp_path: Path, overlap: bool) -> None:
         for _ in range(2):
             assert_same(run(engine, asked), expected)
     assert engine.core.scheduler.statistics().num_preemptions > 0
-    assert engine.core.scheduler.draft_counts.num_drafted > 60
+    assert engine.core.scheduler.drafting.counts.num_drafted > 60
 
 
 def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:

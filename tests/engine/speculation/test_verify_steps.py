@@ -75,7 +75,7 @@ def test_answers_are_those_without_drafts_by_the_backend_of_decode_steps(
     guess(engine, asked, plain, num_drafts=3, error_rate=0.3, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
-    assert engine.core.scheduler.draft_counts.num_accepted > 20
+    assert engine.core.scheduler.drafting.counts.num_accepted > 20
 
 
 # ---- graphs -------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_steps_that_no_graph_holds_are_computed_without_one(
     guess(engine, asked, plain, num_drafts=4, error_rate=0.2, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
-    assert engine.core.scheduler.draft_counts.num_drafted > 40
+    assert engine.core.scheduler.drafting.counts.num_drafted > 40
     assert recorder.num_replays < 10
 
 

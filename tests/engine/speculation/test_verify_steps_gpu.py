@@ -112,7 +112,7 @@ def test_deterministic_answers_with_drafts_are_those_without_bit_by_bit(
         engine.executor.capture_split_verification(CudaRecorder(), print, min_tokens=10)
     guess(engine, asked, expected, num_drafts=4, error_rate=0.2, seed=SEED)
     assert_same(run(engine, asked), expected)
-    assert engine.core.scheduler.draft_counts.num_accepted > 200
+    assert engine.core.scheduler.drafting.counts.num_accepted > 200
     if splits:
         assert engine.executor.two_batches.statistics().num_replayed > 10
 
@@ -148,7 +148,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         speculation__max_graph_tokens=max_graph_tokens,
     )
     assert_same(run(engine, some), expected)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 200
 
 
@@ -160,7 +160,7 @@ def test_rows_planned_ahead_attend_to_what_they_have(
     free = [one for one in asked if not one[1].needs_history]
     engine = _drafting_itself(folder, **settings)
     run(engine, free)
-    counts = engine.core.scheduler.draft_counts
+    counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted > 0.85 * counts.num_drafted > 200
 
 
@@ -194,7 +194,7 @@ def test_answers_with_drafts_are_near_those_without(
             assert abs(ours.logprobs.chosen - theirs.logprobs.chosen) < MAX_LOGPROB_ERROR
             num_same += 1
     assert num_same > 24 * 40 // 3
-    assert engine.core.scheduler.draft_counts.num_accepted > 40 * num_drafts
+    assert engine.core.scheduler.drafting.counts.num_accepted > 40 * num_drafts
 
 
 def test_a_mix_of_prompts_and_rows_with_and_without_drafts(

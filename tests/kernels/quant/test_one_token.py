@@ -85,8 +85,8 @@ def check_layers_interpreted() -> None:
     tiles = fp8_case((1, 128, 256), (128, 128), torch.float16, CPU)
     int4 = int4_case((1, 96, 128), 32, torch.float16, CPU)
     patch = pytest.MonkeyPatch()
-    patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
-    for name in ("fp8_linear", "fp8_pieces_linear", "int4_linear"):
+    patch.setattr(quantized_cuda, "supports_few", lambda *_: True)
+    for name in ("fp8_linear", "fp8_few_linear", "int4_linear"):
         patch.setattr(quantized_cuda, name, refuse)
     linear = QuantizedLinear(rows.weight)
     assert linear.form(1) is not None, "a norm may code it for pieces"
@@ -103,6 +103,19 @@ def check_layers_interpreted() -> None:
 @pytest.mark.slow
 def test_layers_choose_it_where_it_is_faster() -> None:
     run_interpreted(f"{MODULE}:check_layers_interpreted")
+
+
+def _loops(code: str) -> list[str]:
+    """What is between a label and a branch back to it."""
+    places: dict[str, int] = {}  # label -> its line
+    found, lines = [], code.splitlines()
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$L\w+):", line):
+            places[label[1]] = number
+        branch = re.search(r"\bbra\S*\s+(\$L\w+);", line)
+        if branch and branch[1] in places:
+            found.append("\n".join(lines[places[branch[1]] : number]))
+    return found
 
 
 @pytest.mark.slow
@@ -133,8 +146,7 @@ def test_threads_of_the_loop_share_nothing(form: str) -> None:
                 codes=Codes.INT4 if form == "int4" else Codes.INT4_ZEROS,
             )  # fmt: skip
             one_token.int4_one_token(x, int4)
-    code = kept[0].asm["ptx"]
-    ((_, loop),) = re.findall(r"\n(\$L\w+):.*?\n(.*)bra\s+\1;", code, re.DOTALL)
+    (loop,) = _loops(kept[0].asm["ptx"])
     assert "cp.async.cg.shared.global" in loop, "loads of less than 16 bytes"
     for exchange in ("shfl", "st.shared", "mma"):
         assert exchange not in loop

@@ -39,3 +39,10 @@ def test_drafts_of_a_model_count_as_was_asked_for() -> None:
     args.draft_model = str(MODEL.with_name("laps-demo-draft"))
     _, drafted = measure(MODEL, args)
     assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)
+
+
+def test_drafts_that_the_device_looks_up_count_as_was_asked_for() -> None:
+    args = build_parser().parse_args([*TINY, "--drafts", "3:2.5", "--on-device"])
+    _, drafted = measure(MODEL, args)
+    assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)
+    assert float(drafted[8]) > 2.5  # of three rows, but where they come and go

@@ -3,14 +3,16 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from engine.layers.moe_cuda import expert_plan
-from kernels.moe import tiles
+from kernels.moe import rounded_int4, tiles
 from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
+from load_tests.lab import moe_step
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
@@ -29,6 +31,7 @@ from load_tests.lab.moe_tuning import (
     heights,
     render_plan,
 )
+from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 
 pytestmark = pytest.mark.lab
@@ -66,11 +69,28 @@ def check_measures_quantised() -> None:
         plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
         found = list(measure(step, plan, _runs_each))
         assert all(timing.us == 10.0 for timing in found), found
+        assert found[-1].note.startswith("off by "), found[-1].note
         assert "WRONG" not in found[-1].note, found[-1].note
+
+
+def check_measures_rounded() -> None:
+    shape = replace(SMALL, hidden=128, inner=128)
+    with (
+        patch.object(rounded_int4, "device_properties", lambda _: gpu("H200")),
+        patch.object(moe_step, "ROUNDED_TILES", (TILE,)),
+    ):
+        layers = quantised_layers(shape, "int4-zeros", CPU, 1, torch.float32)
+        plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
+        found = {one.kernel: one for one in measure(MoeStep(shape, layers, 9), plan, _runs_each)}
+    for name in ("rounded", "rounded 16 32 4 2"):
+        assert found[name].us == 10.0, found[name]
+        assert found[name].note.startswith("off by "), found[name]
+        assert "WRONG" not in found[name].note
 
 
 def test_quantised_experts_are_timed_and_checked() -> None:
     run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures_quantised")
+    run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures_rounded")
 
 
 def test_every_kernel_of_a_step_is_timed_and_checked() -> None:

@@ -21,6 +21,7 @@ from load_tests.lab.simulate_overlap import (
     Work,
     _flows,
     layers_of,
+    more_batches,
     plot,
     simulate,
 )
@@ -82,6 +83,15 @@ def test_without_communication_nothing_is_gained() -> None:
 def test_few_rows_read_every_expert_twice_and_lose() -> None:
     assert simulate(Model(), Device(), FAST, DECODES, 64).speedup < 1
     assert simulate(Model(), Device(), RDMA, PROMPTS, 8192).speedup > 1.2
+
+
+def test_batches_beyond_two_start_from_the_same_whole_step() -> None:
+    model, device = Model(), Device()
+    lines = more_batches(model, device, (DECODES.num_keys, PROMPTS.num_keys))
+    assert len(lines) == 3 * 4 + 3 * 3
+    two = simulate(model, device, RDMA, PROMPTS, 8192)
+    (line,) = (line for line in lines if line[1:3] == [RDMA.name, "8192"])
+    assert line[3] == f"{two.speedup:.2f}"
 
 
 def test_layers_are_the_models() -> None:

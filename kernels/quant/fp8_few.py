@@ -1,4 +1,10 @@
-"""`kernels.quant.fp8_pieces` with one product a step: x's pieces and groups lie side by side.
+"""Linear maps of a few tokens with FP8 weights and FP8 inputs, at the speed of reading the weights.
+
+    y[t, n] = sum over k of  (s w)[n, k] x[t, k]  +  b[n]
+
+and silu(gate) * up of two such products. Hopper's matrix units multiply e4m3 numbers as they lie in
+shared memory, so no instruction is spent on a weight. Inputs are coded as in
+`kernels.quant.coded_tokens`: in two pieces, which loses nothing, or in one, rounded.
 
     y[t, n] = sw[n] * sum over pieces p, groups g of c[p] sx[g, t] d[p, g, t, n]
     d[p, g, t, n] = sum over k in g of q[n, k] x[p, t, k]
@@ -7,11 +13,12 @@ c is 1 of the first piece and 1 / 32 of the second. A step of BLOCK_K columns is
 weight's tile with a tile of x that has a column for each piece, group of the step and token, with
 zeros outside of the group. Matrix units that multiply few columns wait for the weight's tile, not
 for numbers: so both pieces take hardly longer than one, and groups need not be as wide as a step.
-Sums of pieces and groups are added once, at the end.
+The units add products in fewer bits than fp32, so sums of BLOCK_K columns are added in fp32
+registers; those of pieces and groups are added once, at the end. Torch twin:
+`engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
-Tiles have 64 rows, of which three programs are on a multiprocessor at once: a weight's programs
-then fill all of them evenly, and one program's products hide what another waits for. The rest is as
-in `kernels.quant.fp8_pieces`.
+The gate may leave its result coded, too, for the product after it: of a tile's outputs each token
+has one scale. The rest is as in `kernels.quant.fp8_linear`.
 """
 
 from dataclasses import replace
@@ -24,21 +31,56 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.linear.small import add_parts, load_tokens, prefetch_rows, store_rows, weight_rows
+from kernels.linear.small import add_parts, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
 from kernels.quant.decode import knows_e4m3
-from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig, check_inputs
-from kernels.quant.fp8_pieces import add_scaled, load_codes, store_coded
+from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig
 from kernels.quant.token_groups import code_groups
 
 MAX_TOKENS = 64
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
+_SIZE_MULTIPLE = 16
 _LEAST_COLUMNS = 16  # of a product of matrix units
 _MOST_COLUMNS = 128  # of a step's sums, which are in registers
-_PROGRAMS_PER_SM = 3
 _LEAST_PART = 512  # columns
 _PARTS = (8, 6, 4, 3, 2)
+# Up to 16 tokens by a race on an H200 with Qwen3-8B's weights, see load_tests/results. Tiles have
+# 64 rows, of which three programs are on a multiprocessor at once: a weight's programs then fill
+# all of them evenly, and one program's products hide what another waits for. An output product
+# comes after attention, during which all of its weight may be prefetched.
+_LEAST = QuantConfig(block_m=16, block_n=64, num_warps=4, num_stages=6)
+_LEAST_PROGRAMS = 3  # of a multiprocessor
+_LEAST_SQUARE = QuantConfig(
+    block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch_bytes=1024
+)
+_SQUARE_TO = 4096  # rows and columns
+_SQUARE_PROGRAMS = 2
+# Of more tokens by arithmetic: a part is written and read again in fp32, which takes as long as
+# many weights, and each tile reads all inputs. So tiles are as high as lets one program run on each
+# multiprocessor, and columns are split only as far.
+_TILES = {
+    64: QuantConfig(block_m=64, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=2048),
+    128: QuantConfig(block_m=64, block_n=128, num_warps=8, num_stages=4),
+    256: QuantConfig(block_m=64, block_n=256, num_warps=8, num_stages=4),
+}
+_DEEP = 2  # columns for each row from which on inputs, and not parts, take the time
+_GATE_ROWS = 128  # of a tile, at least: half as many columns share a scale
+
+
+def supports_few(weight: Fp8Operand, dtype: torch.dtype) -> bool:
+    """Whether this kernel computes with `weight` and inputs in `dtype`, on their device."""
+    capability = device_properties(weight.codes.device).capability
+    tile_columns = weight.tile_columns
+    return (
+        dtype is torch.bfloat16  # pieces of a float16 are not all of it
+        and capability is not None
+        and capability[0] == 9
+        and weight.codes.is_contiguous()
+        and weight.codes.data_ptr() % 16 == 0
+        and all(size % _SIZE_MULTIPLE == 0 for size in weight.codes.shape)
+        and (weight.scales.shape[1] == 1 or tile_columns % 64 == 0)
+    )
 
 
 @triton.jit
@@ -52,6 +94,16 @@ def joined_rows(PIECES: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexp
 def add_joined(acc, BLOCK_N: tl.constexpr, TERMS: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """acc [BLOCK_N, TERMS * BLOCK_M]; returns the sum of its terms, [BLOCK_M, BLOCK_N]."""
     return tl.trans(tl.sum(tl.reshape(acc, (BLOCK_N, TERMS, BLOCK_M)), axis=1))
+
+
+@triton.jit
+def _load_codes(pointers, k_offsets, num_columns, MASK_K: tl.constexpr) -> tl.tensor:
+    """Tile of the weight; its rows always exist."""
+    if MASK_K:
+        w = tl.load(pointers, mask=k_offsets[None, :] < num_columns, other=0.0)
+    else:
+        w = tl.load(pointers)
+    return w
 
 
 @triton.jit
@@ -69,23 +121,24 @@ def _load_rows(
 
 
 @triton.jit
-def _join(first, second) -> tl.tensor:
-    """[BLOCK_M, columns] twice, or [BLOCK_M] twice; returns them one after the other."""
-    both = tl.join(first, second)
-    if len(first.shape) == 1:
-        joined = tl.reshape(tl.trans(both), (2 * first.shape[0],))
-    else:
-        both = tl.permute(both, (2, 0, 1))
-        joined = tl.reshape(both, (2 * first.shape[0], first.shape[1]))
-    return joined
-
-
-@triton.jit
 def _multiply(w, x, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
     """w x^T, [rows, columns of x's tile]."""
     if not KNOWS_E4M3:  # the interpreter
         w, x = w.to(tl.float32), x.to(tl.float32)
     return tl.dot(w, tl.trans(x))
+
+
+@triton.jit
+def _add_scaled(
+    acc, total, scale_pointers, column, TILE_COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """acc + total, scaled where the weight has more than one scale a row."""
+    if NUM_TILES > 1:
+        index = tl.minimum(column // TILE_COLUMNS, NUM_TILES - 1)
+        acc = tl.fma(total, tl.load(scale_pointers + index)[:, None], acc)
+    else:
+        acc += total
+    return acc
 
 
 @triton.jit
@@ -102,21 +155,43 @@ def _scaled(
     return acc
 
 
+@triton.jit
+def _store_coded(
+    acc, bias_ptr, codes_ptr, scales_ptr, w_rows, tile, tokens, num_tokens, N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+) -> None:  # fmt: skip
+    """silu(gate) * up of acc [BLOCK_M, BLOCK_N], coded; every column is in the weight."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
+    NUM_OUTPUTS: tl.constexpr = N // 2
+    WIDTH: tl.constexpr = BLOCK_N // 2
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
+    scales, first, second = code_groups(gate * tl.sigmoid(gate) * up, PIECES, KNOWS_E4M3)
+    is_token = tokens < num_tokens
+    columns = tile * WIDTH + tl.arange(0, WIDTH)
+    places = codes_ptr + tokens[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :]
+    tl.store(places, first, mask=is_token[:, None])
+    if PIECES == 2:
+        places += num_tokens.to(tl.int64) * NUM_OUTPUTS
+        tl.store(places, second, mask=is_token[:, None])
+    tl.store(scales_ptr + tile * num_tokens + tokens, scales, mask=is_token)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
-def _fp8_joined_kernel(
-    x_ptr,  # [PIECES, num_tokens, K] e4m3; if X_GROUPS is 0 [num_tokens, K], not coded
+def _fp8_few_kernel(
+    x_ptr,  # [PIECES, num_tokens, K] e4m3
     x_scales_ptr,  # [X_GROUPS, num_tokens] fp32
     codes_ptr,  # [N, K] e4m3
     scales_ptr,  # [ceil(N / TILE_ROWS), NUM_TILES] fp32
     bias_ptr,  # [N] if HAS_BIAS
-    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; if IS_CODED [2, num_tokens, N // 2] e4m3
+    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; coded [PIECES, num_tokens, N // 2] e4m3
     y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED
-    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
-    STRIDE_X: tl.constexpr,
     PIECES: tl.constexpr,
     X_GROUP: tl.constexpr,
     X_GROUPS: tl.constexpr,
@@ -151,8 +226,8 @@ def _fp8_joined_kernel(
     tokens = tl.arange(0, BLOCK_M)
     k_offsets = tl.arange(0, BLOCK_K)
     piece, group, token = joined_rows(PIECES, GROUPS, BLOCK_M)
-    x_rows = tokens if X_GROUPS == 0 else piece * num_tokens + token
-    x_pointers = x_ptr + x_rows[:, None].to(tl.int64) * STRIDE_X + k_start + k_offsets[None, :]
+    x_rows = piece * num_tokens + token
+    x_pointers = x_ptr + x_rows[:, None].to(tl.int64) * K + k_start + k_offsets[None, :]
     codes_pointers = codes_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
     scale_pointers = scales_ptr + w_rows // TILE_ROWS * NUM_TILES
     x_scale_pointers = x_scales_ptr + tl.minimum(token, num_tokens - 1)
@@ -160,36 +235,27 @@ def _fp8_joined_kernel(
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, PART_K, BLOCK_K, num_stages=NUM_STAGES):
         num_left = K - k_start - k
-        w = load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
-        if X_GROUPS == 0:
-            x = load_tokens(x_pointers + k, tokens < num_tokens, k_offsets, num_left, MASK_K)
-            own_scales, first, second = code_groups(x.to(tl.float32), PIECES, KNOWS_E4M3)
-            total = _multiply(w, _join(first, second), KNOWS_E4M3)
-            total *= _join(own_scales, own_scales)[None, :]
-        else:
-            x = _load_rows(
-                x_pointers + k, token < num_tokens, group, k_offsets, num_left, X_GROUP, GROUPS,
-                MASK_K,
-            )  # fmt: skip
-            total = _multiply(w, x, KNOWS_E4M3)
+        w = _load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
+        x = _load_rows(
+            x_pointers + k, token < num_tokens, group, k_offsets, num_left, X_GROUP, GROUPS, MASK_K
+        )
+        total = _multiply(w, x, KNOWS_E4M3)
         if X_GROUPS > 1:
             index = tl.minimum((k_start + k) // X_GROUP + group, X_GROUPS - 1)
             total *= tl.load(x_scale_pointers + index * num_tokens)[None, :]
-        acc = add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
+        acc = _add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
     acc = _scaled(acc, piece, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS)
     acc = add_joined(acc, BLOCK_N, PIECES * GROUPS, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
-        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
-        mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
         is_last, acc = add_parts(
-            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, BLOCK_M, BLOCK_N, SPLIT_K
         )
     if is_last:
         if IS_CODED:
-            store_coded(
+            _store_coded(
                 acc, bias_ptr, y_ptr, y_scales_ptr, w_rows, tile, tokens, num_tokens, N, HAS_BIAS,
-                BLOCK_M, BLOCK_N, KNOWS_E4M3,
+                BLOCK_M, BLOCK_N, PIECES, KNOWS_E4M3,
             )  # fmt: skip
         else:
             store_rows(
@@ -198,22 +264,37 @@ def _fp8_joined_kernel(
             )  # fmt: skip
 
 
-def choose_config(num_tokens: int, num_rows: int, num_columns: int, num_sms: int) -> QuantConfig:
-    """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
+def choose_config(
+    num_tokens: int,
+    num_pieces: int,
+    num_rows: int,
+    num_columns: int,
+    num_sms: int,
+    least_rows: int = 64,
+) -> QuantConfig:
+    """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns].
+
+    least_rows: of a tile of more than 16 tokens.
+    """
     block_m = int(triton.next_power_of_2(num_tokens))
-    if num_tokens <= 16:
-        config = QuantConfig(block_m=block_m, block_n=64, num_warps=4, num_stages=6)
-        programs_per_sm = _PROGRAMS_PER_SM
+    if num_tokens <= _LEAST.block_m:
+        is_square = max(num_rows, num_columns) <= _SQUARE_TO
+        config = _LEAST_SQUARE if is_square else _LEAST
+        programs = (_SQUARE_PROGRAMS if is_square else _LEAST_PROGRAMS) * num_sms
     else:
-        config = QuantConfig(block_m=block_m, block_n=128, num_warps=8, num_stages=4)
-        programs_per_sm = 2
+        least = max(least_rows, 128 if num_columns >= _DEEP * num_rows else 64)
+        # Sums of two pieces of 256 rows would not fit the registers.
+        most = 256 if num_pieces * block_m <= _MOST_COLUMNS // 2 else 128
+        heights = [rows for rows in _TILES if least <= rows <= most]
+        fitting = (rows for rows in heights if triton.cdiv(num_rows, rows) <= num_sms)
+        config, programs = _TILES[next(fitting, heights[-1])], num_sms
     num_tiles = triton.cdiv(num_rows, config.block_n)
     for split_k in _PARTS:
-        part, rest = divmod(num_columns, split_k * config.block_k)
-        is_even = rest == 0 and part * config.block_k >= _LEAST_PART
-        if is_even and num_tiles * split_k <= programs_per_sm * num_sms:
-            return replace(config, split_k=split_k)
-    return config
+        part, rest = divmod(num_columns, split_k)
+        is_even = rest == 0 and part % config.block_k == 0 and part >= _LEAST_PART
+        if is_even and num_tiles * split_k <= programs:
+            return replace(config, block_m=block_m, split_k=split_k)
+    return replace(config, block_m=block_m)
 
 
 @cache
@@ -229,7 +310,7 @@ def fitted_config(
         block_k = gcd(block_k, x_group)
     least = max(1, _LEAST_COLUMNS // pieces)
     while True:
-        groups = num_groups(block_k, x_group)
+        groups = groups_of(block_k, x_group)
         block_m = max(config.block_m, least // groups)
         if groups == 1 or pieces * groups * block_m <= _MOST_COLUMNS:
             break
@@ -241,13 +322,13 @@ def fitted_config(
     return replace(config, block_m=block_m, block_k=block_k, num_stages=max(2, num_stages))
 
 
-def num_groups(block_k: int, x_group: int) -> int:
+def groups_of(block_k: int, x_group: int) -> int:
     """Of x in a step."""
     return max(1, block_k // x_group) if x_group > 0 else 1
 
 
-def fp8_joined_linear(
-    x: CodedTokens | Tensor,
+def fp8_few_linear(
+    x: CodedTokens,
     weight: Fp8Operand,
     dtype: torch.dtype,
     counters: Tensor,
@@ -255,66 +336,63 @@ def fp8_joined_linear(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """x: [T, K], coded in one piece or two, or as they are: then every program codes what it reads.
+    """x: [T, K], in one piece or two.
 
     counters: from `kernels.linear.small.tile_counters`. Returns [T, N] in `dtype`; gated:
     silu(gate) * up, [T, N / 2], with rows of gate first in the weight.
     """
     num_rows = weight.codes.shape[0]
     num_outputs = num_rows // 2 if gated else num_rows
-    y = counters.new_empty((_num_tokens(x), num_outputs), dtype=dtype)
+    y = counters.new_empty((x.num_tokens, num_outputs), dtype=dtype)
     if y.numel() > 0:
-        _launch(x, weight, y, None, counters, _cut(x, weight, config), is_gated=gated)
+        cut = _fitted(config or _wanted(x.num_tokens, len(x.codes), weight), x, weight)
+        _launch(x, weight, y, None, counters, cut, is_gated=gated)
     return y
 
 
-def fp8_joined_gate(
+def fp8_few_gate(
     x: CodedTokens, weight: Fp8Operand, counters: Tensor, config: QuantConfig | None = None
 ) -> CodedTokens:
-    """silu(gate) * up in two pieces, [T, N / 2], with a group for each tile of the weight.
+    """silu(gate) * up in as many pieces as x, [T, N / 2], a group for each tile of the weight.
 
     N must be a multiple of the tile's rows, as `codes_gate` says.
     """
-    cut = _cut(x, weight, config)
-    num_rows = weight.codes.shape[0]
+    num_pieces, num_rows = len(x.codes), weight.codes.shape[0]
+    cut = _fitted(config or _wanted(x.num_tokens, num_pieces, weight, _GATE_ROWS), x, weight)
     assert num_rows % cut.block_n == 0, f"{num_rows} rows in tiles of {cut.block_n}"
-    form = InputForm(pieces=2, group=cut.block_n // 2)
+    form = InputForm(pieces=num_pieces, group=cut.block_n // 2)
     y = empty_coded(x.num_tokens, num_rows // 2, form, x.codes)
     if y.codes.numel() > 0:
         _launch(x, weight, y.codes, y.scales, counters, cut, is_gated=True)
     return y
 
 
-def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
-    """Whether `fp8_joined_gate` computes with so many tokens and `weight`."""
-    return weight.codes.shape[0] % _wanted(num_tokens, weight).block_n == 0
+def codes_gate(num_tokens: int, num_pieces: int, weight: Fp8Operand) -> bool:
+    """Whether `fp8_few_gate` is the way for so many tokens and `weight`.
+
+    Of few tokens tiles have few rows: products of groups so small take longer than coding again.
+    """
+    cut = _wanted(num_tokens, num_pieces, weight, _GATE_ROWS)
+    return num_tokens > _LEAST.block_m and weight.codes.shape[0] % cut.block_n == 0
 
 
-def _wanted(num_tokens: int, weight: Fp8Operand) -> QuantConfig:
+def _wanted(
+    num_tokens: int, num_pieces: int, weight: Fp8Operand, least_rows: int = 64
+) -> QuantConfig:
     num_sms = device_properties(weight.codes.device).num_sms
     num_rows, num_columns = weight.codes.shape
-    return choose_config(num_tokens, num_rows, num_columns, num_sms)
+    return choose_config(num_tokens, num_pieces, num_rows, num_columns, num_sms, least_rows)
 
 
-def _num_tokens(x: CodedTokens | Tensor) -> int:
-    return len(x) if isinstance(x, Tensor) else x.num_tokens
-
-
-def _num_pieces(x: CodedTokens | Tensor) -> int:
-    return 2 if isinstance(x, Tensor) else len(x.codes)
-
-
-def _cut(x: CodedTokens | Tensor, weight: Fp8Operand, config: QuantConfig | None) -> QuantConfig:
-    """The tiling, as `fitted_config` says."""
-    wanted = config or _wanted(_num_tokens(x), weight)
+def _fitted(config: QuantConfig, x: CodedTokens, weight: Fp8Operand) -> QuantConfig:
     memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
-    x_group = x.group if isinstance(x, CodedTokens) and len(x.scales) > 1 else 0
+    x_group = x.group if len(x.scales) > 1 else 0
     tile_columns = weight.tile_columns if weight.scales.shape[1] > 1 else 0
-    return fitted_config(wanted, _num_pieces(x), x_group, tile_columns, memory_bytes)
+    return fitted_config(config, len(x.codes), x_group, tile_columns, memory_bytes)
 
 
 def _launch(
-    x: CodedTokens | Tensor,
+    x: CodedTokens,
     weight: Fp8Operand,
     y: Tensor,
     y_scales: Tensor | None,
@@ -324,40 +402,34 @@ def _launch(
     is_gated: bool,
 ) -> None:
     num_rows, num_columns = weight.codes.shape
-    num_tokens, num_pieces = _num_tokens(x), _num_pieces(x)
+    num_pieces, num_tokens, width = x.codes.shape
     num_tiles = triton.cdiv(num_rows, cut.block_n)
-    if isinstance(x, Tensor):
-        check_inputs(x, num_columns)
-        inputs, x_scales, group, x_groups = x, weight.scales, 0, 0
-    else:
-        inputs, x_scales, group, x_groups = x.codes, x.scales, x.group, len(x.scales)
-        wanted = (num_pieces, num_tokens, num_columns)
-        assert inputs.shape == wanted, f"{inputs.shape}, {num_columns} columns"
-        assert inputs.is_contiguous(), f"strides {inputs.stride()}"
+    num_groups = len(x.scales)
+    assert width == num_columns, f"{width} inputs, {num_columns} columns"
+    assert x.codes.is_contiguous(), f"strides {x.codes.stride()}"
     assert num_tokens <= cut.block_m, f"{num_tokens} tokens in a tile of {cut.block_m}"
-    partials = x_scales
+    partials = x.scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x_scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x.scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
     use_pdl = pdl_supported(y.device)
-    _fp8_joined_kernel[(num_tiles, cut.split_k)](
-        inputs,
-        x_scales,
+    _fp8_few_kernel[(num_tiles, cut.split_k)](
+        x.codes,
+        x.scales,
         weight.codes,
         weight.scales,
         weight.scales if weight.bias is None else weight.bias,
         y,
-        x_scales if y_scales is None else y_scales,
+        x.scales if y_scales is None else y_scales,
         partials,
         counters,
         num_tokens,
         N=num_rows,
         K=num_columns,
-        STRIDE_X=inputs.stride(-2),
         PIECES=num_pieces,
-        X_GROUP=group,
-        X_GROUPS=x_groups,
-        GROUPS=num_groups(cut.block_k, group if x_groups > 1 else 0),
+        X_GROUP=x.group,
+        X_GROUPS=num_groups,
+        GROUPS=groups_of(cut.block_k, x.group if num_groups > 1 else 0),
         TILE_ROWS=weight.tile_rows,
         TILE_COLUMNS=weight.tile_columns,
         NUM_TILES=weight.scales.shape[1],

@@ -1,11 +1,14 @@
-"""Products of FP8 weights with pieces and groups of the inputs side by side."""
+"""Products of integers of four bits with inputs in two FP8 pieces."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from kernels.quant.coded_tokens import CodedTokens, InputForm, decoded
+from engine.layers.linear import form_of
+from kernels.ops import Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
+from kernels.reference import TorchOps
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear.linear_cases import (
@@ -16,64 +19,14 @@ from tests.kernels.linear.linear_cases import (
     exact_product,
     poison,
 )
-from tests.kernels.quant.quant_cases import Case, fp8_case, int4_case
+from tests.kernels.quant.quant_cases import int4_case
 
-MODULE = "tests.kernels.quant.test_joined"
+MODULE = "tests.kernels.quant.test_int4_joined"
 # Of a sum in fp32 from matrix units that add 128 products in fewer bits.
 MAX_SUM_ERROR = 1e-3
 
 
-def _operand(case: Case) -> Any:
-    from engine.layers.quantized_cuda import _fp8_operand
-
-    assert case.weight.scales is not None
-    return _fp8_operand(case.weight, case.weight.scales)
-
-
 # ---- on a CPU ------------------------------------------------------------------------------------
-
-
-def check_products_interpreted() -> None:
-    """Parts of columns, groups within a step and of several steps, tiles; columns cut short."""
-    from kernels.linear.small import tile_counters
-    from kernels.quant.fp8_joined import fp8_joined_gate, fp8_joined_linear
-    from kernels.quant.fp8_linear import QuantConfig
-    from kernels.quant.token_groups import code_tokens
-
-    counters = tile_counters(CPU)
-    plain = QuantConfig(block_m=8, block_n=64)
-    parts = QuantConfig(block_m=8, block_n=64, block_k=64, split_k=3)
-    for shape, tile, group, cut in (
-        ((1, 80, 256), (128, 128), 256, None),
-        ((1, 64, 256), (1, 256), 32, None),  # four groups a step
-        ((5, 96, 160), (1, 160), 160, parts),
-        ((5, 128, 192), (32, 64), 64, plain),
-        ((7, 64, 208), (64, 128), 208, plain),
-        ((2, 64, 384), (32, 192), 384, plain),  # tiles that no power of two divides
-        ((7, 64, 256), (1, 256), 32, parts),
-        ((3, 64, 256), (64, 128), 32, plain),
-    ):
-        for gated in (False, True):
-            case = fp8_case(shape, tile, torch.float32, CPU, with_bias=gated)
-            x, operand = case.x.bfloat16().float(), _operand(case)
-            coded = code_tokens(x, InputForm(pieces=2, group=group))
-            rounded = code_tokens(x, InputForm(pieces=1, group=group))
-            exact = exact_gated if gated else exact_product
-            for given, meant in (
-                (coded, x),
-                (x.contiguous(), x),
-                (rounded, decoded(rounded).float()),
-            ):
-                ours = fp8_joined_linear(given, operand, torch.float32, counters, cut, gated=gated)
-                assert_near(ours, exact(meant, case.exact, case.weight.bias), torch.float32)
-            assert not counters.any(), "a call left its counts behind"
-        if cut is not None and shape[1] % cut.block_n == 0:
-            gate = fp8_joined_gate(coded, operand, counters, cut)
-            assert gate.group == cut.block_n // 2
-            wanted = exact_gated(x, case.exact, case.weight.bias)
-            error = float((decoded(gate) - wanted).norm() / wanted.norm())
-            assert error < 1.5e-3, f"off by {error}: pieces have nine bits"
-            assert not counters.any(), "a call left its counts behind"
 
 
 def check_int4_interpreted() -> None:
@@ -103,8 +56,46 @@ def check_int4_interpreted() -> None:
         assert not counters.any(), "a call left its counts behind"
 
 
+def check_layers_interpreted() -> None:
+    """Few tokens take it, coded before or not; one token of a small weight needs no pieces."""
+    from engine.layers import quantized_cuda
+    from engine.layers.quantized_cuda import CodedMlp, QuantizedLinear
+    from kernels.quant.token_groups import code_tokens
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(quantized_cuda, "supports_joined", lambda *_: True)
+    taken: list[str] = []
+    for name in ("int4_joined_linear", "int4_one_token", "int4_linear"):
+        product = getattr(quantized_cuda, name)
+
+        def record(*args: Any, name: str = name, product: Any = product, **kwargs: Any) -> Any:
+            taken.append(name)
+            return product(*args, **kwargs)
+
+        patch.setattr(quantized_cuda, name, record)
+    up, down = (int4_case((1, rows, 256), 128, torch.float16, CPU) for rows in (512, 96))
+    gated = QuantizedLinear(up.weight, cast("Ops", TorchOps()))
+    back = QuantizedLinear(down.weight)
+    mlp = CodedMlp(gated, back)
+    form = InputForm(pieces=2, group=256)
+    assert mlp.form(1) == mlp.form(16) == form
+    assert mlp.form(17) is None
+    for num_tokens in (1, 9, 17):
+        x = torch.randn(num_tokens, 256).bfloat16().half()
+        inner = exact_gated(x, up.exact, None)
+        exact = exact_product(inner, down.exact, None)
+        ways = [mlp(x)] + ([mlp.of_coded(code_tokens(x, form))] if num_tokens < 17 else [])
+        for ours in ways:
+            assert float((ours.double() - exact).norm() / exact.norm()) < 2e-3
+    joined, one, weights = "int4_joined_linear", "int4_one_token", "int4_linear"
+    assert taken == [one, one, joined, one, *[joined] * 4, weights, weights]
+    fixed = QuantizedLinear(up.weight, is_deterministic=True)
+    assert form_of(fixed, 9) is None
+    patch.undo()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["products", "int4"])
+@pytest.mark.parametrize("name", ["int4", "layers"])
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
@@ -114,8 +105,7 @@ def test_interpreted_kernels_are_their_formula(name: str) -> None:
 def test_weights_meet_the_units_of_fp8(num_tokens: int) -> None:
     """Both pieces in each product; bytes of four bits are read as e4m3."""
     from kernels.linear.small import tile_counters
-    from kernels.quant import fp8_joined, int4_joined
-    from kernels.quant.fp8_linear import Fp8Operand
+    from kernels.quant import int4_joined
     from kernels.quant.int4_linear import FourBitOperand
     from kernels.quant.steps import Codes
     from tests.kernels.cross_compile import compiled_for
@@ -126,12 +116,7 @@ def test_weights_meet_the_units_of_fp8(num_tokens: int) -> None:
         codes=torch.empty(2, num_tokens, 4096, dtype=torch.float8_e4m3fn),
         scales=torch.empty(1, num_tokens), group=4096,
     )  # fmt: skip
-    with compiled_for(device, fp8_joined, int4_joined, kept=kept) as found:
-        fp8 = Fp8Operand(
-            codes=torch.empty(24576, 4096, dtype=torch.float8_e4m3fn),
-            scales=torch.empty(24576, 1), tile_rows=1, tile_columns=4096,
-        )  # fmt: skip
-        fp8_joined.fp8_joined_gate(x, fp8, counters)
+    with compiled_for(device, int4_joined, kept=kept) as found:
         int4 = FourBitOperand(
             packed=torch.empty(4096, 2048, dtype=torch.uint8),
             scales=torch.empty(4096, 32, dtype=torch.int32), half=64, group=128, codes=Codes.INT4,
@@ -148,34 +133,6 @@ def test_weights_meet_the_units_of_fp8(num_tokens: int) -> None:
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 SHAPES = [(1, 24576, 4096), (3, 6144, 4096), (16, 4096, 12288), (17, 1040, 4096), (64, 4096, 768)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tile", [(128, 128), (1, None)])
-def test_products_are_those_of_the_inputs_as_they_are(tile: tuple[int, int | None]) -> None:
-    from kernels.linear.small import tile_counters
-    from kernels.quant.fp8_joined import codes_gate, fp8_joined_gate, fp8_joined_linear
-    from kernels.quant.token_groups import code_tokens
-
-    counters = tile_counters(GPU)
-    for shape in SHAPES:
-        tiles = (tile[0], tile[1] or shape[2])
-        case = fp8_case(shape, tiles, torch.bfloat16, GPU, with_bias=True)
-        operand = _operand(case)
-        for group in (shape[2], 32, 64, 128, 0):
-            coded = code_tokens(case.x, InputForm(pieces=2, group=group)) if group else case.x
-            for gated in (False, True):
-                exact = (exact_gated if gated else exact_product)(
-                    case.x, case.exact, case.weight.bias
-                )
-                poison(2 * shape[0] * shape[1])
-                ours = fp8_joined_linear(coded, operand, torch.float32, counters, gated=gated)
-                error = float((ours.double() - exact).norm() / exact.norm())
-                assert error < MAX_SUM_ERROR, f"{shape}, {group}: off by {error}"
-            if group and codes_gate(shape[0], operand):
-                gate = decoded(fp8_joined_gate(coded, operand, counters))
-                assert float((gate - exact).norm() / exact.norm()) < 3e-3
-    assert not counters.any(), "a call left its counts behind"
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
-"""Inputs in two FP8 pieces: coded by the norm or the gate before a product, and multiplied."""
+"""Inputs in FP8, in pieces or rounded: coded by a norm or a gate before a product, multiplied."""
 
+import random
+import re
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +26,7 @@ from tests.kernels.linear.linear_cases import (
 )
 from tests.kernels.quant.quant_cases import Case, fp8_case
 
-MODULE = "tests.kernels.quant.test_pieces"
+MODULE = "tests.kernels.quant.test_fp8_few"
 OPS = cast("Ops", TorchOps())
 # Of a sum in fp32 from matrix units that add 128 products in fewer bits.
 MAX_SUM_ERROR = 1e-3
@@ -46,38 +48,44 @@ def _operand(case: Case) -> Any:
 
 
 def check_products_interpreted() -> None:
-    """Parts of columns, groups of inputs, tiles of the weight; columns cut short."""
+    """Parts of columns, groups within a step and of several steps, tiles; columns cut short."""
     from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_few import fp8_few_gate, fp8_few_linear
     from kernels.quant.fp8_linear import QuantConfig
-    from kernels.quant.fp8_pieces import fp8_pieces_gate, fp8_pieces_linear
     from kernels.quant.token_groups import code_tokens
 
     counters = tile_counters(CPU)
-    plain = QuantConfig(block_m=16, block_n=64)
-    parts = QuantConfig(block_m=16, block_n=64, block_k=32, split_k=3)
+    plain = QuantConfig(block_m=8, block_n=64)
+    parts = QuantConfig(block_m=8, block_n=64, block_k=64, split_k=3)
     for shape, tile, group, cut in (
-        ((1, 80, 256), (128, 128), 256, plain),
+        ((1, 80, 256), (128, 128), 256, None),
+        ((1, 64, 256), (1, 256), 32, None),  # four groups a step
         ((5, 96, 160), (1, 160), 160, parts),
-        ((13, 128, 192), (32, 64), 64, plain),
-        ((3, 64, 208), (64, 128), 208, None),
-        ((2, 64, 384), (32, 192), 384, None),  # tiles that no power of two divides
-        ((7, 64, 256), (1, 256), 64, parts),
+        ((5, 128, 192), (32, 64), 64, plain),
+        ((7, 64, 208), (64, 128), 208, plain),
+        ((2, 64, 384), (32, 192), 384, plain),  # tiles that no power of two divides
+        ((7, 64, 256), (1, 256), 32, parts),
+        ((3, 64, 256), (64, 128), 32, plain),
     ):
         for gated in (False, True):
             case = fp8_case(shape, tile, torch.float32, CPU, with_bias=gated)
             x, operand = case.x.bfloat16().float(), _operand(case)
             coded = code_tokens(x, InputForm(pieces=2, group=group))
+            rounded = code_tokens(x, InputForm(pieces=1, group=group))
             exact = exact_gated if gated else exact_product
-            for inputs in (coded, x.contiguous()):
-                ours = fp8_pieces_linear(inputs, operand, torch.float32, counters, cut, gated=gated)
-                assert_near(ours, exact(x, case.exact, case.weight.bias), torch.float32)
+            for given, meant in ((coded, x), (rounded, decoded(rounded).float())):
+                ours = fp8_few_linear(given, operand, torch.float32, counters, cut, gated=gated)
+                assert_near(ours, exact(meant, case.exact, case.weight.bias), torch.float32)
             assert not counters.any(), "a call left its counts behind"
         if cut is not None and shape[1] % cut.block_n == 0:
-            gate = fp8_pieces_gate(coded, operand, counters, cut)
-            assert gate.group == cut.block_n // 2
-            wanted = exact_gated(x, case.exact, case.weight.bias)
-            error = float((decoded(gate) - wanted).norm() / wanted.norm())
-            assert error < 1.5e-3, f"off by {error}: pieces have nine bits"
+            # Pieces have nine bits, e4m3 has four.
+            for given, meant, limit in ((coded, x, 1.5e-3), (rounded, decoded(rounded), 0.04)):
+                gate = fp8_few_gate(given, operand, counters, cut)
+                assert gate.group == cut.block_n // 2
+                assert gate.is_rounded == given.is_rounded
+                wanted = exact_gated(meant, case.exact, case.weight.bias)
+                error = float((decoded(gate) - wanted).norm() / wanted.norm())
+                assert error < limit, f"off by {error}"
             assert not counters.any(), "a call left its counts behind"
 
 
@@ -122,7 +130,7 @@ def check_layers_interpreted() -> None:
     from kernels.quant.token_groups import code_tokens
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
+    patch.setattr(quantized_cuda, "supports_few", lambda *_: True)
     for tile in ((1, None), (64, 64)):
         made = partial(_made, tile=tile, dtype=torch.float16, device=CPU)
         up, down = made(256, 128), made(96, 128)
@@ -143,6 +151,43 @@ def check_layers_interpreted() -> None:
     patch.undo()
 
 
+def check_rounding_layers_interpreted() -> None:
+    """From 17 tokens on inputs are rounded: by the norm, by a gate, and before a product."""
+    from engine.layers import quantized_cuda
+    from engine.layers.quantized_cuda import CodedMlp, Fp8Blocks, Fp8Rows, QuantizedLinear
+    from kernels.quant.token_groups import code_tokens
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(quantized_cuda, "supports_few", lambda *_: True)
+    for tile, group in (((1, None), 256), ((128, 128), 128)):
+        made = partial(_made, tile=tile, dtype=torch.float16, device=CPU)
+        up, down = made(512, 256), made(96, 256)
+        gated, back = QuantizedLinear(up.weight, OPS), QuantizedLinear(down.weight)
+        for linear, case in ((gated, up), (back, down)):
+            kind = Fp8Rows if tile[0] == 1 else Fp8Blocks
+            linear.product = kind(_operand(case), torch.float16)
+        mlp = CodedMlp(gated, back)
+        x = torch.randn(17, 256).bfloat16().half()
+        form = InputForm(pieces=1, group=group)
+        assert mlp.form(16) == InputForm(pieces=2, group=256)
+        assert mlp.form(17) == mlp.form(64) == gated.form(65) == form
+        coded = code_tokens(x, form)
+        rounded = decoded(coded).half()
+        assert_near(
+            back.of_coded(coded),
+            exact_product(rounded, down.exact, down.weight.bias),
+            torch.float16,
+        )
+        assert torch.equal(back(x), back.of_coded(coded))
+        assert torch.equal(gated(x), gated.of_coded(coded))
+        exact = _exact_mlp(rounded, up, down)
+        ours = mlp.of_coded(coded)
+        assert float((ours.double() - exact).norm() / exact.norm()) < 0.05
+        assert torch.equal(mlp(x), ours)
+        assert gated.coded_gate(coded, 0).is_rounded
+    patch.undo()
+
+
 def _made(
     num_rows: int,
     num_columns: int,
@@ -160,7 +205,7 @@ def _made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["products", "norms", "layers", "not_finite"])
+@pytest.mark.parametrize("name", ["products", "norms", "layers", "rounding_layers", "not_finite"])
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
@@ -169,13 +214,13 @@ def test_interpreted_kernels_are_their_formula(name: str) -> None:
 def test_no_code_is_read_back_where_it_was_made() -> None:
     """ptxas takes another register where it merges codes in pairs; see token_groups.py."""
     from kernels.linear.small import tile_counters
-    from kernels.quant import coded_norm, fp8_pieces, token_groups
+    from kernels.quant import coded_norm, fp8_few, token_groups
     from kernels.quant.fp8_linear import Fp8Operand
     from tests.kernels.cross_compile import compiled_for
 
     kept: list[Any] = []
     x = torch.empty(3, 4096, dtype=torch.bfloat16)
-    with compiled_for(gpu("H200"), coded_norm, token_groups, fp8_pieces, kept=kept):
+    with compiled_for(gpu("H200"), coded_norm, token_groups, fp8_few, kept=kept):
         for group in (128, 4096):
             form = InputForm(pieces=2, group=group)
             token_groups.code_tokens(x, form)
@@ -184,7 +229,11 @@ def test_no_code_is_read_back_where_it_was_made() -> None:
             codes=torch.empty(1024, 4096, dtype=torch.float8_e4m3fn),
             scales=torch.empty(1024, 1), tile_rows=1, tile_columns=4096,
         )  # fmt: skip
-        fp8_pieces.fp8_pieces_linear(x, weight, torch.bfloat16, tile_counters(CPU))
+        coded = CodedTokens(
+            codes=torch.empty(2, 32, 4096, dtype=torch.float8_e4m3fn),
+            scales=torch.empty(1, 32), group=4096,
+        )  # fmt: skip
+        fp8_few.fp8_few_gate(coded, weight, tile_counters(CPU))
     assert len(kept) == 5
     for made in kept:
         assert "e4m3x2.f32" in made.asm["ptx"]
@@ -211,75 +260,87 @@ def test_a_nan_is_not_cut_off_to_a_number() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [1, 32, 64])
-def test_no_instruction_is_spent_on_a_weight(num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_pieces"), [(1, 2), (16, 2), (64, 2), (32, 1), (64, 1)])
+def test_weights_meet_the_units_of_fp8(num_tokens: int, num_pieces: int) -> None:
     """Both operands of a product come from shared memory, and the sums fit the registers."""
     from kernels.linear.small import tile_counters
-    from kernels.quant import fp8_pieces
+    from kernels.quant import fp8_few
     from kernels.quant.fp8_linear import Fp8Operand
     from tests.kernels.cross_compile import compiled_for
 
     kept: list[Any] = []
     device = gpu("H200")
-    with compiled_for(device, fp8_pieces, kept=kept) as found:
-        for num_rows, num_columns, group in ((24576, 4096, 4096), (4096, 12288, 64)):
+    with compiled_for(device, fp8_few, kept=kept) as found:
+        for num_rows, num_columns, group in ((24576, 4096, 4096), (4096, 12288, 128)):
             weight = Fp8Operand(
                 codes=torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn),
                 scales=torch.empty(num_rows, 1), tile_rows=1, tile_columns=num_columns,
             )  # fmt: skip
+            shape = (num_pieces, num_tokens, num_columns)
             x = CodedTokens(
-                codes=torch.empty(2, num_tokens, num_columns, dtype=torch.float8_e4m3fn),
+                codes=torch.empty(shape, dtype=torch.float8_e4m3fn),
                 scales=torch.empty(num_columns // group, num_tokens), group=group,
             )  # fmt: skip
-            if group == 64:
-                fp8_pieces.fp8_pieces_linear(x, weight, torch.bfloat16, tile_counters(CPU))
+            if group == 128:
+                fp8_few.fp8_few_linear(x, weight, torch.bfloat16, tile_counters(CPU))
             else:
-                fp8_pieces.fp8_pieces_gate(x, weight, tile_counters(CPU))
+                fp8_few.fp8_few_gate(x, weight, tile_counters(CPU))
     assert max(found.values()) <= device.shared_memory_per_block_bytes
     for made in kept:
         products = [line for line in made.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
         assert products, "other matrix units than Hopper's"
+        assert all(f"n{max(16, num_pieces * num_tokens)}k32" in line for line in products)
         assert all("e4m3.e4m3" in line for line in products), "a weight is converted"
+    assert_parts_in_whole_lines(kept[1])
+
+
+def assert_parts_in_whole_lines(made: Any) -> None:
+    """Of a product in parts: a warp reads 512 adjacent bytes of them at once."""
+    text = made.asm["ttgir"]
+    layouts = re.findall(r"tt\.load .*cacheModifier = cg.*x!tt\.ptr<f32>, (#\w+)>", text)
+    assert layouts, "no parts"
+    for layout in layouts:
+        lines = rf"^{layout} = .*sizePerThread = \[4\], threadsPerWarp = \[32\]"
+        assert re.search(lines, text, re.MULTILINE)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
 
-SHAPES = [(1, 24576, 4096), (3, 6144, 4096), (16, 4096, 12288), (17, 1040, 4096), (32, 272, 768)]
-SHAPES += [(33, 272, 784), (64, 24576, 4096), (50, 4096, 12288)]
+SHAPES = [(1, 24576, 4096), (16, 4096, 12288), (17, 1040, 4096), (33, 272, 784), (50, 4096, 12288)]
+SHAPES += [(64, 24576, 4096)]
 TILES = [(128, 128), (1, None)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
-def test_products_are_those_of_the_inputs_as_they_are(tile: tuple[int, int | None]) -> None:
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_products_are_those_of_what_the_inputs_stand_for(
+    tile: tuple[int, int | None], num_pieces: int
+) -> None:
     from kernels.linear.small import tile_counters
-    from kernels.quant.fp8_pieces import codes_gate, fp8_pieces_gate, fp8_pieces_linear
+    from kernels.quant.fp8_few import codes_gate, fp8_few_gate, fp8_few_linear
     from kernels.quant.token_groups import code_tokens
 
     counters = tile_counters(GPU)
-    for index, shape in enumerate(SHAPES):
-        case = fp8_case(
-            shape, (tile[0], tile[1] or shape[2]), torch.bfloat16, GPU, with_bias=index % 2 == 0
-        )
+    for shape in SHAPES:
+        with_bias, dtype = random.random() < 0.5, random.choice((torch.float32, torch.bfloat16))
+        gated = shape[1] > 4096 or random.random() < 0.5
+        tiles = (tile[0], tile[1] or shape[2])
+        case = fp8_case(shape, tiles, torch.bfloat16, GPU, with_bias=with_bias)
         operand = _operand(case)
-        groups = [shape[2]] + [64, 128] * (shape[2] % 128 == 0)
-        for group in [*groups, 0]:
-            coded = code_tokens(case.x, InputForm(pieces=2, group=group)) if group else case.x
-            for gated in (False, True):
-                exact = (exact_gated if gated else exact_product)(
-                    case.x, case.exact, case.weight.bias
-                )
-                for dtype in (torch.float32, torch.bfloat16):
-                    poison(2 * shape[0] * shape[1])
-                    ours = fp8_pieces_linear(coded, operand, dtype, counters, gated=gated)
-                    error = float((ours.double() - exact).norm() / exact.norm())
-                    print(f"{shape} groups of {group} gated {gated} {dtype}: off by {error:.1e}")
-                    limit = MAX_SUM_ERROR if dtype is torch.float32 else 3e-3
-                    assert error < limit, f"{shape}, {group}: off by {error}"
-            if group and codes_gate(shape[0], operand):
-                exact = exact_gated(case.x, case.exact, case.weight.bias)
-                gate = decoded(fp8_pieces_gate(coded, operand, counters))
-                assert float((gate - exact).norm() / exact.norm()) < 3e-3
+        for group in [shape[2]] + [random.choice((32, 64, 128))] * (shape[2] % 128 == 0):
+            coded = code_tokens(case.x, InputForm(pieces=num_pieces, group=group))
+            meant = case.x if num_pieces == 2 else decoded(coded)
+            exact = (exact_gated if gated else exact_product)(meant, case.exact, case.weight.bias)
+            poison(2 * shape[0] * shape[1])
+            ours = fp8_few_linear(coded, operand, dtype, counters, gated=gated)
+            error = float((ours.double() - exact).norm() / exact.norm())
+            print(f"{shape} groups of {group}, gated {gated}, {dtype}: off by {error:.1e}")
+            assert error < (MAX_SUM_ERROR if dtype is torch.float32 else 3e-3)
+            if gated and codes_gate(shape[0], num_pieces, operand):
+                gate = decoded(fp8_few_gate(coded, operand, counters))
+                error = float((gate - exact).norm() / exact.norm())
+                assert error < (3e-3 if num_pieces == 2 else 0.04), f"{shape}, {group}: {error}"
     assert not counters.any(), "a call left its counts behind"
 
 
@@ -309,7 +370,7 @@ def test_a_norm_codes_its_result_bit_by_bit() -> None:
 @pytest.mark.gpu
 def test_what_is_not_finite_stays_so() -> None:
     from kernels.linear.small import tile_counters
-    from kernels.quant.fp8_pieces import fp8_pieces_linear
+    from kernels.quant.fp8_few import fp8_few_linear
     from kernels.quant.token_groups import code_tokens
 
     case = fp8_case((3, 1024, 1024), (1, 1024), torch.bfloat16, GPU)
@@ -320,7 +381,7 @@ def test_what_is_not_finite_stays_so() -> None:
         assert not rounded[1, 77].isfinite()
         assert rounded[::2].isfinite().all()
         coded = code_tokens(x, InputForm(pieces=2, group=1024))
-        y = fp8_pieces_linear(coded, _operand(case), torch.bfloat16, tile_counters(GPU))
+        y = fp8_few_linear(coded, _operand(case), torch.bfloat16, tile_counters(GPU))
         assert not y[1].isfinite().any()
         assert y[0].isfinite().all()
         assert y[2].isfinite().all()
@@ -329,7 +390,7 @@ def test_what_is_not_finite_stays_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 def test_a_feed_forward_part_is_the_same_coded_and_not(tile: tuple[int, int | None]) -> None:
-    """By the norm and in a graph; with rounded inputs in every bit."""
+    """By the norm and in a graph; with many tokens in every bit."""
     from engine.layers.quantized_cuda import CodedMlp, QuantizedLinear
     from kernels.fused import TritonOps
 
@@ -361,7 +422,8 @@ def test_a_feed_forward_part_is_the_same_coded_and_not(tile: tuple[int, int | No
             assert torch.equal(ours, apart(added))
         else:
             exact = _exact_mlp(normed, up, down)
-            assert float((ours.double() - exact).norm() / exact.norm()) < 6e-3
+            error = float((ours.double() - exact).norm() / exact.norm())
+            assert error < (6e-3 if num_tokens <= 16 else 0.08), f"{num_tokens}: off by {error}"
         run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
