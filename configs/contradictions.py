@@ -242,11 +242,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
         )
-    if config.cache.host_gib > 0:
-        return (
-            f"cache.host_gib: {config.cache.host_gib:g} with {key} is not supported yet, because"
-            " each rank has blocks of its own; set cache.host_gib to 0, or the other to false"
-        )
     if config.execution.enable_two_batch_overlap:
         return (
             f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"

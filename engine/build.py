@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.build_drafting import RankDrafting, build_drafting, build_head
-from engine.build_host_tier import BelowDevice, build_below_device
+from engine.build_host_tier import BelowDevice, OwnTier, build_below_device
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -242,6 +242,7 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    num_own = comm.rank.size if spec.has_dp_attention else 1
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
@@ -251,14 +252,16 @@ def build_engine(
         executor = measured.executor
         stores = _share_stores(comm, role, spec, executor.kv_store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(config, role, key, executor.kv_store, whole, comm)
+        others = executor.kv_store, whole, comm
+        below = build_below_device(config, role, key, *others, has_own_blocks=num_own > 1)
     compilations.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    num_own = comm.rank.size if spec.has_dp_attention else 1
-    cache = _build_caches(config, num_own, executor.kv_store.num_blocks, below.tier)
+    num_blocks = executor.kv_store.num_blocks
+    tiers = below.of_ranks(num_own, num_blocks)
+    cache = _build_caches(config, num_blocks, tiers)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = _build_outgoing(cache, notify)
-    parts = max_model_len, cache, hasher, outgoing, below.tier, drafting
+    parts = max_model_len, cache, hasher, outgoing, tiers, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -387,15 +390,14 @@ def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> D
 
 
 def _build_caches(
-    config: AppConfig, num_ranks: int, num_blocks: int, host_tier: HostTier | None
+    config: AppConfig, num_blocks: int, tiers: Sequence[OwnTier]
 ) -> BlockCache | RankCaches:
-    """num_ranks: that have blocks of their own, each `num_blocks`."""
-    if num_ranks == 1:
-        return _build_cache(config, num_blocks, host_tier)
-    return RankCaches([_build_cache(config, num_blocks, None) for _ in range(num_ranks)])
+    """tiers: of each rank with blocks of its own, each `num_blocks`."""
+    caches = [_build_cache(config, num_blocks, tier) for tier in tiers]
+    return caches[0] if len(caches) == 1 else RankCaches(caches)
 
 
-def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:
+def _build_cache(config: AppConfig, num_blocks: int, host_tier: OwnTier) -> BlockCache:
     return BlockCache(
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -437,12 +439,14 @@ def _build_scheduler(
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs | OutgoingOfRanks,
-    host_tier: HostTier | None,
+    tiers: Sequence[OwnTier],
     drafting: RankDrafting,
 ) -> StepScheduler:
     block_size = measured.executor.layout.block_size
 
-    def over(own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting) -> Scheduler:
+    def over(
+        own: BlockCache, outgoing: OutgoingHandoffs, drafting: Drafting, tier: OwnTier
+    ) -> Scheduler:
         return Scheduler(
             measured.limits.scheduler,
             cache=own,
@@ -453,14 +457,14 @@ def _build_scheduler(
             laps=measured.limits.laps,
             graph_token_sizes=measured.graph_token_sizes,
             drafting=drafting,
-            host_tier=host_tier,
+            host_tier=tier,
         )
 
     if isinstance(outgoing, OutgoingHandoffs):
         assert isinstance(cache, BlockCache), "both are of one rank"
-        return over(cache, outgoing, drafting.of_rank[0])
+        return over(cache, outgoing, drafting.of_rank[0], tiers[0])
     assert isinstance(cache, RankCaches), "both are of several"
-    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank))
+    schedulers = list(map(over, cache.of_rank, outgoing.of_rank, drafting.of_rank, tiers))
     return DpScheduler(schedulers, cache, hasher, block_size, drafting.launch_queued)
 
 

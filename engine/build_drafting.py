@@ -80,8 +80,9 @@ def build_head(
 def _planes(
     store: KvStore, head: FeatureHead, target: ModelSpec, model: CausalLM, comm: Comm
 ) -> FeaturePlanes:
-    """target: of the whole model; store and model: of this rank. comm: to those with other heads of
-    it.
+    """target: of the whole model, of which `model` is this rank's part; store: of this rank.
+
+    comm: to the ranks with other heads of it.
     """
     whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
     return FeaturePlanes(store, head.width, model.dtype, part=part_of(comm.rank, whole), comm=comm)

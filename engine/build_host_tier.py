@@ -1,11 +1,12 @@
 """Builds what a worker has below its device cache: the host tier, and the disk tier below that.
 
 Of several ranks the first has it. The others store and load their parts of its blocks
-(engine/ranks/block_parts.py).
+(engine/ranks/block_parts.py), or blocks of their own (engine/ranks/own_moves.py).
 """
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from configs.schema import AppConfig
 from engine.kv.host.arena import HostArena
 from engine.kv.host.disk import DiskFiles
 from engine.kv.host.disk_tier import DiskTier
+from engine.kv.host.rank_tier import RankTier
 from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import KvLayout
@@ -20,8 +22,13 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.messages import Role
 from engine.ranks.block_parts import BlockParts, RankPart, share_arena
+from engine.ranks.own_moves import OwnBlocks, OwnMoves
 
 logger = logging.getLogger(__name__)
+
+
+# Where one cache's blocks go; None = they are lost.
+OwnTier = HostTier | RankTier | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +36,42 @@ class BelowDevice:
     """What takes the blocks that leave the device's cache."""
 
     tier: HostTier | None = None  # None = they are lost, or rank 0 has it
-    parts: BlockParts | None = None  # of its blocks
-    part: RankPart | None = None  # of another rank than the first
+    parts: BlockParts | OwnBlocks | None = None  # of its blocks
+    part: RankPart | OwnMoves | None = None  # of another rank than the first
+
+    def of_ranks(self, num_ranks: int, num_blocks: int) -> Sequence[OwnTier]:
+        """What each rank's cache evicts to; num_ranks: that have blocks of their own, so many."""
+        tier = self.tier
+        if tier is None or num_ranks == 1:
+            return [tier] * num_ranks
+        return [RankTier(tier, rank * num_blocks) for rank in range(num_ranks)]
 
 
 def build_below_device(
-    config: AppConfig, role: Role, block_key: bytes, store: KvStore, whole: KvLayout, comm: Comm
+    config: AppConfig,
+    role: Role,
+    block_key: bytes,
+    store: KvStore,
+    whole: KvLayout,
+    comm: Comm,
+    *,
+    has_own_blocks: bool,
 ) -> BelowDevice:
-    """Every rank calls it at the same point. Raises ConfigError if there is no room for the arena,
-    or it is another model's, and WorkerError if another rank could not take part.
+    """Every rank calls it at the same point.
+
+    has_own_blocks: as of `share_stores`. Raises ConfigError if there is no room for the arena, or
+    it is another model's, and WorkerError if another rank could not take part.
 
     A decode worker has none: its reservations look for blocks on the device only.
     """
     if config.cache.host_gib == 0 or role == "decode":
         return BelowDevice()
+    size = comm.rank.size
+    parts = OwnBlocks(store.num_blocks, size) if has_own_blocks else BlockParts(whole, size)
     if comm.rank.index > 0:
-        mover, parts = share_arena(comm, None, store, whole)
-        keeps = comm.rank.index in parts.keepers
-        return BelowDevice(parts=parts, part=RankPart(mover, keeps=keeps))
-    num_parts = BlockParts(whole, comm.rank.size).num_parts
+        mover = share_arena(comm, None, store, parts)
+        return BelowDevice(parts=parts, part=parts.follow(comm.rank.index, mover))
+    num_parts = parts.num_parts
     described = whole if num_parts == 1 else (whole, num_parts)
     fingerprint = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
     arena = HostArena(
@@ -57,7 +81,7 @@ def build_below_device(
         fingerprint=fingerprint,
     )
     try:
-        mover, parts = share_arena(comm, arena, store, whole)
+        mover = share_arena(comm, arena, store, parts)
         disk = _build_disk_tier(config, block_key + fingerprint, arena)
     except BaseException:
         arena.close()  # else the file stays as long as this process, which lives on to say why

@@ -121,6 +121,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.ranks.rank",
         "kernels.comm",
     ),
+    "engine.ranks.own_moves": ("engine.kv", "engine.ranks"),
     "engine.ranks.block_parts": ("engine.kv", "engine.layers.context", "engine.ranks"),
     "engine.models": (
         "kernels",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.kv.host.movers import BlockMover
     from engine.layers.context import Comm
     from engine.ranks.block_parts import BlockParts
+    from engine.ranks.own_moves import OwnBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class OtherRanks(Protocol):
         """Likewise of the model that drafts, if any; call it after `lead`."""
         ...
 
-    def lead_moves(self, mover: "BlockMover", parts: "BlockParts") -> "BlockMover":
+    def lead_moves(self, mover: "BlockMover", parts: "BlockParts | OwnBlocks") -> "BlockMover":
         """Likewise of what moves blocks to and from the host tier.
 
         parts: of the tier's blocks.
@@ -116,7 +117,7 @@ class NoOtherRanks:
     def lead_drafts(self, executor: DraftingExecutor) -> DraftingExecutor:
         return executor
 
-    def lead_moves(self, mover: "BlockMover", parts: "BlockParts") -> "BlockMover":
+    def lead_moves(self, mover: "BlockMover", parts: "BlockParts | OwnBlocks") -> "BlockMover":
         return mover
 
     def compile(self, constraint: Constraint) -> None:
@@ -259,11 +260,9 @@ class Gang:
         assert self._leading is not None, "the others are led first"
         return self._leading.lead_drafts(executor)
 
-    def lead_moves(self, mover: "BlockMover", parts: "BlockParts") -> "BlockMover":
-        from engine.ranks.block_parts import LedMover  # imports torch
-
+    def lead_moves(self, mover: "BlockMover", parts: "BlockParts | OwnBlocks") -> "BlockMover":
         assert self.asides is not None, "ranks join before they are led"
-        return LedMover(mover, parts, self.asides, self.steps)
+        return parts.lead(mover, self.asides, self.steps)
 
     def compile(self, constraint: Constraint) -> None:
         assert self._leading is not None, "the others are led first"

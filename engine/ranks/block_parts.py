@@ -29,26 +29,11 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.ranks.agreement import meet, value_of_first
 from engine.ranks.asides import Asides
+from engine.ranks.block_orders import HOST_TIER, LoadParts, SaveParts, decode_order, encode_digests
 from engine.ranks.leading import StepCounts
+from engine.ranks.own_moves import OwnBlocks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
-
-
-class SaveParts(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Rank 0 -> others: these blocks of the device into those of the arena."""
-
-    block_ids: list[int]
-    slots: list[int]
-
-
-class LoadParts(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Rank 0 -> others: these blocks of the arena into those of the device."""
-
-    slots: list[int]
-    block_ids: list[int]
-
-
-_orders = msgspec.msgpack.Decoder(SaveParts | LoadParts)
 
 
 class BlockParts:
@@ -68,6 +53,14 @@ class BlockParts:
     def place_of(self, rank: int) -> int:
         """Of a rank's part among a block's."""
         return self._order.index(self.of_ranks[rank].first_head)
+
+    def lead(self, own: BlockMover, asides: Asides, steps: StepCounts) -> "LedMover":
+        """own: of rank 0's part. steps: of rank 0."""
+        return LedMover(own, self, asides, steps)
+
+    def follow(self, rank: int, mover: BlockMover) -> "RankPart":
+        """mover: of this rank's part."""
+        return RankPart(mover, keeps=rank in self.keepers)
 
 
 class PartMover:
@@ -120,7 +113,7 @@ class LedMover:
 
     def _ask(self, order: SaveParts | LoadParts, num_ended: int) -> Callable[[], list[bytes]]:
         """num_ended: steps whose blocks they may be; the others may be a little behind rank 0."""
-        return self._asides.begin(msgspec.msgpack.encode(order), "host tier", num_ended)
+        return self._asides.begin(msgspec.msgpack.encode(order), HOST_TIER, num_ended)
 
     def _digests(
         self,
@@ -148,36 +141,36 @@ class RankPart:
 
     def begin(self, work: bytes) -> Callable[[], bytes]:
         """Begins what rank 0 asks for (see `Begin` of asides.py)."""
-        order: SaveParts | LoadParts = _orders.decode(work)
-        match order:
+        match decode_order(work):
             case SaveParts(block_ids, slots):
                 wait = self._mover.save(block_ids, slots) if self._keeps else list
-                return lambda: _encoded(wait())
+                return lambda: encode_digests(wait())
             case LoadParts(slots, block_ids):
                 copy = self._mover.begin_load()
-                return lambda: _encoded(copy(slots, block_ids))
-
-
-def _encoded(digests: list[int]) -> bytes:
-    return np.array(digests, np.int64).tobytes()
+                return lambda: encode_digests(copy(slots, block_ids))
 
 
 def share_arena(
-    comm: Comm, arena: HostArena | None, store: KvStore, whole: KvLayout
-) -> tuple[BlockMover, BlockParts]:
-    """A mover of this rank's part of the blocks in rank 0's arena.
+    comm: Comm,
+    arena: HostArena | None,
+    store: KvStore,
+    parts: BlockParts | OwnBlocks,
+) -> BlockMover:
+    """A mover of this rank's part of the blocks in rank 0's arena, or of its own blocks.
 
     arena: on rank 0. Every rank calls it once, before its first step. Raises ConfigError, and
     WorkerError if rank 0's memory cannot be mapped.
     """
-    parts = BlockParts(whole, comm.rank.size)
     if comm.rank.size == 1:
         assert arena is not None, "the only rank is the first"
-        return build_mover(store, arena.blocks), parts
-    store.hold_part(parts.of_ranks[comm.rank.index])
+        return build_mover(store, arena.blocks)
+    if isinstance(parts, BlockParts):
+        store.hold_part(parts.of_ranks[comm.rank.index])
     nothing = ArenaOffer(pid=0, fd=0, blocks_at=0, num_blocks=0, block_bytes=0)
     offer = value_of_first(comm, nothing if arena is None else arena.offer)
     blocks: Rows = attach_blocks(offer) if arena is None else arena.blocks
     meet(comm)  # until all have mapped it
     mover = build_mover(store, blocks.reshape(-1, store.layout.block_bytes))
-    return PartMover(mover, parts.place_of(comm.rank.index), parts.num_parts), parts
+    if isinstance(parts, OwnBlocks):
+        return mover
+    return PartMover(mover, parts.place_of(comm.rank.index), parts.num_parts)

@@ -15,7 +15,7 @@ Limits (rows, tokens of a step, the queue) are each rank's. Knows no tensors.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -177,8 +177,10 @@ class DpScheduler:
                 yield f"rank {rank} {name}", self._caches.numbered(rank, block_ids)
 
     def host_statistics(self) -> HostLoadStatistics | None:
-        """There is no host tier."""
-        return None
+        """Sums over the ranks; None = there is no host tier."""
+        found = [s.host_statistics() for s in self.of_rank]
+        known = [one for one in found if one is not None]
+        return _sums(HostLoadStatistics, known) if known else None
 
     @property
     def costs(self) -> StepCosts:
@@ -215,11 +217,17 @@ class DpScheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Sums over the ranks; a step counts once for each rank that had a part in it."""
-        columns = zip(*(astuple(s.statistics()) for s in self.of_rank), strict=True)
-        return SchedulerStatistics(**dict(zip(_COUNTS, map(_total, columns), strict=True)))
+        return _sums(SchedulerStatistics, [s.statistics() for s in self.of_rank])
 
 
-_COUNTS = [field.name for field in fields(SchedulerStatistics)]
+Counts = TypeVar("Counts", SchedulerStatistics, HostLoadStatistics)
+
+
+def _sums(kind: type[Counts], counted: Sequence[Counts]) -> Counts:
+    """Field by field; one or more."""
+    columns = zip(*map(astuple, counted), strict=True)
+    names = [field.name for field in fields(kind)]
+    return kind(**dict(zip(names, map(_total, columns), strict=True)))
 
 
 def _total(counts: Sequence[Any]) -> Any:  # noqa: ANN401 - numbers, or tuples of numbers

@@ -123,10 +123,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
         ),
         (
-            f"cache: {{host_gib: 1}}\nworkers: {{{DP}}}",
-            ["cache.host_gib: 1", "enable_dp_attention is not supported yet", "host_gib to 0"],
-        ),
-        (
             "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",
             ["handoff.pull_by_ranks", "no prefill or decode worker", "or this to false"],
         ),

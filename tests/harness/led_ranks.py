@@ -13,7 +13,6 @@ from engine.build import Engine
 from engine.core import Executor
 from engine.layers.context import Comm
 from engine.ranks.asides import Asides, AsideThreads
-from engine.ranks.block_parts import LedMover
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
@@ -100,9 +99,7 @@ class LedRanks:
         """As `lead`, with what drafts there, and what moves blocks to host memory."""
         engine.core.wrap_executor(self.lead)
         if engine.host_tier is not None and (parts := engine.below_device.parts) is not None:
-            engine.host_tier.wrap_mover(
-                lambda mover: LedMover(mover, parts, self.asides, self.steps)
-            )
+            engine.host_tier.wrap_mover(lambda mover: parts.lead(mover, self.asides, self.steps))
         if engine.draft_passes is not None:
             assert self._leading is not None, "it leads now"
             engine.draft_passes.wrap_executor(self._leading.lead_drafts)

@@ -45,7 +45,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
 
 def _build(comm: Comm, key: bytes, settings: Mapping[str, object]) -> Engine:
     # On this clock no time passes, so that no load is given up on a busy machine.
-    return start_engine(comm, key, ManualClock(), cache__host_gib=0.03, **SIZES, **settings)
+    given = {"cache__host_gib": 0.03, **SIZES, **settings}
+    return start_engine(comm, key, ManualClock(), **given)
 
 
 def _flip_a_bit(engine: Engine, rng: random.Random) -> None:
@@ -62,14 +63,27 @@ def _check(engine: Engine) -> None:
     engine.host_tier.check_conservation()
 
 
+OWN: dict[str, object] = {
+    "workers__expert_parallel": True,
+    "workers__enable_dp_attention": True,
+    "cache__num_blocks": 16,  # of each rank
+}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "num_parts", "overlap"),
-    [(None, 2, True), ("DeepseekV3ForCausalLM", 1, False)],
+    ("architecture", "num_parts", "overlap", "more"),
+    [
+        (None, 2, True, {}),
+        ("DeepseekV3ForCausalLM", 1, False, {}),
+        ("DeepseekV3ForCausalLM", 1, True, OWN),
+    ],
+    ids=["parts", "latents", "blocks of their own"],
 )
 def test_ranks_answer_from_their_parts_as_one_without_a_cache(
     architecture: str | None,
     num_parts: int,
     overlap: bool,
+    more: dict[str, object],
     ranks: RankProcesses,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,8 +99,8 @@ def test_ranks_answer_from_their_parts_as_one_without_a_cache(
     conversations = [
         [rng.randrange(3, vocabulary) for _ in range(rng.randrange(90, 150))] for _ in range(6)
     ]
-    with LedRanks(ranks, _build, key, settings) as led:
-        engine = _build(ranks.comm, key, settings)
+    with LedRanks(ranks, _build, key, settings | more) as led:
+        engine = _build(ranks.comm, key, settings | more)
         led.lead_engine(engine)
         assert engine.host_tier is not None
         assert engine.host_tier._arena.block_bytes == num_parts * engine.layout.block_bytes
