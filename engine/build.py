@@ -242,6 +242,7 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    num_own = comm.rank.size if spec.has_dp_attention else 1  # ranks with blocks of their own
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
