@@ -65,12 +65,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
         )
-    drafter = config.speculation.drafter
-    if cache.kv_dtype != "auto" and drafter in _READING_STATES:
-        return (
-            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter {drafter}, which keeps"
-            " hidden states in the model's dtype beside K and V; set it to auto, or another drafter"
-        )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:
@@ -112,10 +106,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap:
+    exchanges = config.workers.expert_exchange_min_tokens is not None
+    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap and exchanges:
         return (
-            "execution.enable_two_batch_overlap: steps of two batches keep no states of inner"
-            " layers for speculation.drafter eagle3; set it to false, or another drafter"
+            "execution.enable_two_batch_overlap: with workers.expert_exchange_min_tokens steps of"
+            " two batches keep no states of inner layers for speculation.drafter eagle3; set it to"
+            " false, leave that out, or set another drafter"
         )
     if config.model.attention.mask is not None:
         return (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from configs.schema import AppConfig, SpeculationConfig
 from engine.clock import Clock
@@ -72,14 +73,18 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(_planes(store, head, target, own)))
+    given = head, target, model.dtype, own
+    replica.keep_exports(lambda store: TokenFeatures(_planes(store, *given)))
     return head
 
 
-def _planes(store: KvStore, head: FeatureHead, target: ModelSpec, comm: Comm) -> FeaturePlanes:
-    """target: of the whole model; store: of this rank. comm: to those with other heads of it."""
+def _planes(
+    store: KvStore, head: FeatureHead, target: ModelSpec, dtype: torch.dtype, comm: Comm
+) -> FeaturePlanes:
+    """target: of the whole model, which computes in `dtype`; store: of this rank. comm: to those
+    with other heads of it."""
     whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
-    return FeaturePlanes(store, head.width, part=part_of(comm.rank, whole), comm=comm)
+    return FeaturePlanes(store, head.width, dtype, part=part_of(comm.rank, whole), comm=comm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +193,10 @@ def _build_draft_model(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter
 
 def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
     """An executor over the head, which reads and writes vectors in the target's store."""
-    head, store = target.measured.head, target.measured.executor.kv_store
+    head, executor = target.measured.head, target.measured.executor
     assert head is not None, "built with the target"
     own = SINGLE_RANK if target.spec.has_dp_attention else target.comm
-    planes = _planes(store, head, target.spec, own)
+    planes = _planes(executor.kv_store, head, target.spec, executor.model.dtype, own)
     head.read_from(planes)
     replica = _drafting_replica(target, str(drafter_folder(target.config)), head.spec, head.model)
     replica.keep_exports(lambda _: NextFeatures(planes, target.config.cache.block_size))
@@ -229,7 +234,8 @@ def _drafting_replica(
 ) -> Replica:
     """Like the target's, with as many blocks, for another model.
 
-    spec: of the whole model; model: the rank's part, None = load it.
+    spec: of the whole model; model: the rank's part, None = load it. A model that is given is a
+    head, whose K and V have no scales: they stay as they are computed.
     """
     config, executor, comm = target.config, target.measured.executor, target.comm_of(spec)
     length = model.rotary.max_tokens if model is not None else None
@@ -245,7 +251,12 @@ def _drafting_replica(
     replaced = msgspec.structs.replace(
         config,
         model=own,
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        cache=msgspec.structs.replace(
+            config.cache,
+            num_blocks=num_blocks,
+            kv_scales=None,
+            kv_dtype=config.cache.kv_dtype if model is None else "auto",
+        ),
         execution=msgspec.structs.replace(
             config.execution,
             expert_load_steps=0,

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.kv.layout import KvLayout
+from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.models.eagle3 import read_eagle3
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.mtp import read_mtp
@@ -52,16 +52,17 @@ def rank_layout(
     config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
 ) -> KvLayout:
     part, block_size = spec.of_rank(rank), config.cache.block_size
-    if kv_scales is None:
-        dtype, width = compute_dtype(config.model, spec), _feature_width(config, spec)
-        layout = part.kv_layout(block_size=block_size, dtype=dtype)
-        if width is None:
-            return layout
-        whole = spec.kv_layout(block_size=block_size, dtype=dtype).with_features(width)
-        # Each rank has its heads of the vectors.
-        return msgspec.structs.replace(layout, num_feature_layers=whole.num_feature_layers)
-    digest = digest_of_scales(kv_scales)
-    return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
+    computed = compute_dtype(config.model, spec)
+    dtype: KvDtype = computed if kv_scales is None else "fp8_e4m3"
+    scales = "" if kv_scales is None else digest_of_scales(kv_scales)
+    layout = part.kv_layout(block_size=block_size, dtype=dtype, scales=scales)
+    width = _feature_width(config, spec)
+    if width is None:
+        return layout
+    # Each rank has its heads of the vectors, which are in the model's dtype.
+    num_elements = width * DTYPE_BYTES[computed] // DTYPE_BYTES[dtype]
+    whole = spec.kv_layout(block_size=block_size, dtype=dtype).with_features(num_elements)
+    return msgspec.structs.replace(layout, num_feature_layers=whole.num_feature_layers)
 
 
 def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:

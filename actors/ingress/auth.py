@@ -15,6 +15,18 @@ from actors.anthropic.errors import reply_at
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEY_NAME = "laps.key_name"  # entry of the ASGI scope: the client's key name
+READING = ["GET", "HEAD"]  # the methods that an open path answers without a key
+POLICY_VIOLATION = 1008  # WebSocket's close code
+
 Headers = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
 
 ANYBODY = ""  # the name of a client where no keys are configured
@@ -54,19 +66,6 @@ def sent_key(headers: Headers) -> bytes | None:
         return None
     scheme, _, key = values[0].partition(b" ")
     return key.strip() or None if scheme.lower() == b"bearer" else None
-
-
-logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-KEY_NAME = "laps.key_name"  # entry of the ASGI scope: the client's key name
-READING = ["GET", "HEAD"]  # the methods that an open path answers without a key
-POLICY_VIOLATION = 1008  # WebSocket's close code
 
 
 class KeyGate:

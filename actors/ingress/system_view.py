@@ -22,6 +22,11 @@ from engine.errors import CapacityError, ConfigError, WorkerError
 from engine.kv.hashes import RequestHasher
 from engine.messages import LapsStatus, Topology
 
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+START_POLL_S = 0.1
+
 SUPERVISOR = "supervisor"
 SUPERVISOR_TIMEOUT_S = 5.0
 ALLOCATOR_TIMEOUT_S = 2.0
@@ -69,12 +74,6 @@ class Peers:
                 return await allocator.status()
         except (WorkerError, TimeoutError) as error:
             raise CapacityError("the allocator does not answer", retry_after_s=1.0) from error
-
-
-logger = logging.getLogger(__name__)
-
-POLL_S = 0.5
-START_POLL_S = 0.1
 
 
 def block_hasher(topology: Topology) -> RequestHasher | None:

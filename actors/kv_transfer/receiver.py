@@ -1,8 +1,6 @@
 """The decode side of a handoff on its event loop: reserves blocks, takes pieces, checks, commits.
 
-A reservation that does not fit waits in the `ReservationQueue`, first come first served: only short
-requests overtake, within their reserve. The queue is served when something may have become free,
-never by polling.
+Reservations are granted in the order of the `ReservationQueue` (reservations.py).
 
 A piece's epoch and place are checked at once, it is received, and other threads check its digests
 before or while it is written to the reserved blocks, which stay reserved until that is over. The
@@ -13,8 +11,8 @@ it can land any more. One that is still opening is left alone: no piece went ove
 may have died in the middle. A sender counts its epochs from 1 in every incarnation; a late call of
 an earlier incarnation must not end the channel of its successor (`NewestEpochs`).
 
-All state here belongs to the event loop; `IncomingHandoffs` is touched through `EngineCalls`, but
-for the leave to write a piece: that one waits for no step. Knows no tensors.
+All state here belongs to the event loop; `IncomingHandoffs` is touched through `EngineCalls`. Only
+whether a piece may be written is asked directly, without waiting for a step. Knows no tensors.
 """
 
 import asyncio
@@ -36,6 +34,7 @@ from actors.kv_transfer.contracts import (
     StagedPiece,
     UnfitError,
 )
+from actors.kv_transfer.reservations import Answer, ReservationQueue
 from actors.kv_transfer.waits import EndedError, close_when_open, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
@@ -43,7 +42,6 @@ from engine.kv.transfer import BlockWrite, IncomingHandoffs
 from engine.messages import (
     CancelReply,
     CancelTransfer,
-    NotNow,
     PairReply,
     PairRequest,
     PieceHeader,
@@ -55,6 +53,10 @@ from engine.messages import (
     WorkerIdentity,
 )
 from engine.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+CHECKS_PER_LEASE = 4  # a lease ends at most a quarter of its length late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,130 +96,6 @@ class NewestEpochs:
         )
         self._newest[sender.name] = newest
         return newest.superseded
-
-
-logger = logging.getLogger(__name__)
-
-Answer = Reservation | NotNow | Refused
-
-MAX_WAITING = 1024
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Waiting:
-    """A reservation that waits in the queue."""
-
-    request: ReserveRequest
-    answer: asyncio.Future[Answer]
-    is_asked: bool = True  # the engine is deciding, and its answer must be awaited
-    is_impatient: bool = False  # `wait_s` is over
-
-
-class ReservationQueue:
-    """Asks the engine for blocks on behalf of prefill workers, which wait in a queue."""
-
-    def __init__(self, engine: EngineCalls, incoming: IncomingHandoffs) -> None:
-        self._engine = engine
-        self._incoming = incoming
-        self._queue: list[_Waiting] = []
-        self._granting: asyncio.Task[None] | None = None
-        self._may_have_room = False
-        self._closed_because: str | None = None
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    async def reserve(self, request: ReserveRequest) -> Answer:
-        """Grants, refuses, or waits up to `request.wait_s` in the queue and then returns NotNow."""
-        if self._closed_because is not None:
-            return Refused(reason=self._closed_because)
-        if len(self._queue) >= MAX_WAITING:
-            return NotNow()
-        waiting = _Waiting(request=request, answer=asyncio.get_running_loop().create_future())
-        self._queue.append(waiting)
-        self.look_again()
-        try:
-            async with asyncio.timeout(max(request.wait_s, 0.0)):
-                return await asyncio.shield(waiting.answer)
-        except TimeoutError:
-            waiting.is_impatient = True
-            if not waiting.is_asked:
-                settle(waiting.answer, NotNow())
-            return await waiting.answer
-        finally:
-            if waiting in self._queue:
-                self._queue.remove(waiting)
-
-    def look_again(self) -> None:
-        """Serves the queue: blocks or rows may have become free."""
-        self._may_have_room = True
-        if self._queue and (self._granting is None or self._granting.done()):
-            self._granting = asyncio.create_task(self._grant())
-
-    def withdraw(self, key: RequestKey) -> None:
-        """Refuses a waiting request; one that the engine is deciding on is left to it."""
-        for waiting in self._queue:
-            if waiting.request.key == key and not waiting.is_asked:
-                settle(waiting.answer, Refused(reason="cancelled"))
-
-    def keys_of(self, ingress_id: str) -> list[RequestKey]:
-        return [w.request.key for w in self._queue if w.request.ingress_id == ingress_id]
-
-    async def close(self, reason: str) -> None:
-        """Refuses all waiting and later requests."""
-        self._closed_because = reason
-        if self._granting is not None:
-            await self._granting  # the caller cancels what this grants
-        for waiting in self._queue:
-            settle(waiting.answer, Refused(reason=reason))
-
-    async def _grant(self) -> None:
-        """Tries the queue in order, as long as something may have become free."""
-        try:
-            while self._queue and self._may_have_room:
-                self._may_have_room = False
-                await self._offer([w for w in self._queue if not w.answer.done()])
-        except Exception:  # the queue must move on after any error
-            logger.exception("reservations cannot be granted")
-            for waiting in self._queue:
-                settle(waiting.answer, Refused(reason="the decode worker failed"))
-
-    async def _offer(self, batch: list[_Waiting]) -> None:
-        for waiting in batch:
-            waiting.is_asked = True
-        requests = [waiting.request for waiting in batch]
-        answers = await self._engine.call(partial(self._ask_in_order, requests))
-        for waiting, answer in zip(batch, answers, strict=True):
-            self._apply(waiting, answer)
-
-    def _ask_in_order(self, requests: list[ReserveRequest]) -> list[Answer]:
-        """Tries to reserve for each request in order; runs on the engine thread.
-
-        Once one does not fit, only short ones are tried, until one of them does not fit either.
-        """
-        answers: list[Answer] = []
-        is_open, is_open_to_short = True, True
-        for request in requests:
-            is_short = is_open_to_short and self._incoming.may_overtake(request)
-            if not (is_open or is_short):
-                answers.append(NotNow())
-                continue
-            answer = self._incoming.reserve(request, overtakes=not is_open)
-            answers.append(answer)
-            if isinstance(answer, NotNow):
-                is_open, is_open_to_short = False, is_open_to_short and not is_short
-        return answers
-
-    def _apply(self, waiting: _Waiting, answer: Answer) -> None:
-        waiting.is_asked = False
-        if isinstance(answer, NotNow) and not waiting.is_impatient:
-            return
-        settle(waiting.answer, answer)
-        if waiting in self._queue:
-            self._queue.remove(waiting)
-
-
-CHECKS_PER_LEASE = 4  # a lease ends at most a quarter of its length late
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -5,12 +5,12 @@ One task per request, from its first chunk to the acknowledgement:
     reserve -> pieces of what is computed, while the rest computes -> last piece -> acknowledged
             -> release
 
-`ReservationClient` reserves blocks at a decode worker and renews the lease. Full blocks go as soon
-as their step was committed (pieces_out.py); the last piece has the first token, so it goes after
-the prompt's end. A failed piece or channel starts the transfer over, once, on the next channel
-(peer_links.py opens it; pieces_out.py says from where). After that, or if the decode side is dead
-or refuses, the request is reported as failed and retryable. Cancelling never interrupts a piece
-under way. Whatever happens, the blocks are released and the decode side is told.
+`ReservationClient` (reservations.py) reserves blocks at a decode worker and renews the lease. Full
+blocks go as soon as their step was committed (pieces_out.py); the last piece has the first token,
+so it goes after the prompt's end. A failed piece or channel starts the transfer over, once, on the
+next channel (peer_links.py opens it; pieces_out.py says from where). After that, or if the decode
+side is dead or refuses, the request is reported as failed and retryable. Cancelling never
+interrupts a piece under way. Whatever happens, the blocks are released and the decode side is told.
 
 All state here belongs to the event loop; `OutgoingHandoffs` is touched through `EngineCalls` only.
 Knows no tensors.
@@ -27,6 +27,7 @@ from typing import Any, Literal
 from actors.kv_transfer.contracts import EngineCalls, Peer, PieceStore
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.pieces_out import ComputedBlocks, PieceSender, Transfer
+from actors.kv_transfer.reservations import ReservationClient
 from actors.kv_transfer.waits import EndedError, bounded, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.clock import Clock
@@ -45,71 +46,10 @@ from engine.messages import (
     CancelTransfer,
     FailureRecord,
     PieceReply,
-    Refused,
-    RenewLease,
     Reservation,
-    ReserveRequest,
     WorkerIdentity,
 )
 from engine.request import RequestKey
-
-RESERVE_WAIT_S = (
-    5.0  # how long a full decode worker keeps the request in its queue before it answers
-)
-RESERVE_BACKOFF_S = 0.05  # the pause before asking again; doubled each time
-RESERVE_MAX_BACKOFF_S = 1.0
-
-
-class ReservationClient:
-    """Reserves blocks at decode workers, for one prefill worker."""
-
-    def __init__(self, identity: WorkerIdentity, config: HandoffConfig, clock: Clock) -> None:
-        self._identity = identity
-        self._config = config
-        self._clock = clock
-
-    async def reserve(
-        self, started: HandoffStarted, ended: asyncio.Future[None], peer: Peer
-    ) -> Reservation:
-        """Asks until the decode side has reserved blocks.
-
-        Raises HandoffError when it refuses or stays full for too long, EndedError with `ended`.
-        """
-        until_s = self._clock.now_s() + self._config.reserve_timeout_s
-        if started.deadline_s is not None:
-            until_s = min(until_s, started.deadline_s)
-        pause_s = RESERVE_BACKOFF_S
-        while (left_s := until_s - self._clock.now_s()) > 0:
-            request = self._build_request(started, min(left_s, RESERVE_WAIT_S))
-            bound_s = request.wait_s + self._config.transfer_deadline_s
-            answer = await unless_ended(bounded(peer.reserve(request), bound_s), ended)
-            if isinstance(answer, Reservation):
-                return answer
-            if isinstance(answer, Refused):
-                raise HandoffError(f"{started.decode_worker} refused: {answer.reason}")
-            await unless_ended(asyncio.sleep(pause_s), ended)
-            pause_s = min(2 * pause_s, RESERVE_MAX_BACKOFF_S)
-        raise HandoffError(f"{started.decode_worker} had no room in time")
-
-    async def keep(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
-        """Renews the lease until cancelled; ends only by an error."""
-        request = RenewLease(transfer_id=reservation.transfer_id, key=key)
-        while True:
-            await asyncio.sleep(reservation.lease_s / 3)
-            await bounded(peer.renew(request), self._config.transfer_deadline_s)
-
-    def _build_request(self, started: HandoffStarted, wait_s: float) -> ReserveRequest:
-        return ReserveRequest(
-            key=started.key,
-            sender=self._identity,
-            ingress_id=started.ingress_id,
-            token_ids=started.token_ids,
-            num_prompt_tokens=started.num_prompt_tokens,
-            spec=started.spec,
-            age_s=self._clock.now_s() - started.asked_s,
-            wait_s=wait_s,
-        )
-
 
 logger = logging.getLogger(__name__)
 

@@ -34,12 +34,6 @@ from configs.schema import AppConfig
 from engine.errors import WorkerError
 from engine.messages import encode
 
-
-def listen_address(config: AppConfig) -> str:
-    """Returns the configured address, or this node's in its Ray cluster."""
-    return config.handoff.address or str(get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
 logger = logging.getLogger(__name__)
 
 GREETING_S = 5.0
@@ -47,6 +41,11 @@ MAX_STRANGERS = 64  # connections that have not sent the secret yet
 
 Handler = Callable[[bytes], Awaitable[bytes]]
 Streamer = Callable[[bytes], AsyncGenerator[bytes, None]]
+
+
+def listen_address(config: AppConfig) -> str:
+    """Returns the configured address, or this node's in its Ray cluster."""
+    return config.handoff.address or str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 class CallServer:

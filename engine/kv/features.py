@@ -2,7 +2,8 @@
 
     token at slot s = block * block_size + offset   ->   store[block, model's layers:, :, offset]
 
-The vector is cut into the planes in order; the rest of the last layer is zero. Where ranks hold
+The vector is cut into the planes in order; the rest of the last layer is zero. In a store of e4m3
+numbers the planes have its bytes: a vector keeps its own dtype. Where ranks hold
 heads of the planes, each holds these heads' parts of the vector, and all gather it to read. So a
 block's heads move between any numbers of ranks. Knows nothing of what the vectors mean.
 """
@@ -27,16 +28,26 @@ class FeaturePlanes:
     """Vectors of `width` elements in a store whose layout has room for them."""
 
     def __init__(
-        self, store: KvStore, width: int, *, part: KvPart | None = None, comm: Gathers | None = None
+        self,
+        store: KvStore,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        part: KvPart | None = None,
+        comm: Gathers | None = None,
     ) -> None:
-        """part: the heads of `store`, and comm: to all ranks; None = it has all heads."""
+        """dtype: of the vectors. part: the heads of `store`, and comm: to all ranks; None = it has
+        all heads.
+        """
         num_layers, num_planes, self._block_size, num_own, plane_width = store.layout.block_shape
         num_heads = num_own if part is None else part.whole.block_shape[3]
         self._first_layer = num_layers - store.layout.num_feature_layers
         self._shape = (num_layers - self._first_layer, num_planes, num_heads, plane_width)
-        num_padding = store.layout.num_feature_layers * num_planes * num_heads * plane_width - width
-        assert num_padding >= 0, f"no room for {width} elements in {store.layout}"
-        self._num_padding = num_padding
+        num_numbers = store.layout.num_feature_layers * num_planes * num_heads * plane_width
+        self._num_kept = width * dtype.itemsize // store.dtype.itemsize  # numbers of the store
+        self._num_padding = num_numbers - self._num_kept
+        assert self._num_padding >= 0, f"no room for {width} elements in {store.layout}"
+        self._dtype = dtype
         self._own_heads = slice(None) if part is None else part.heads
         self._comm = None if num_own == num_heads else comm
         self._store = store
@@ -48,7 +59,8 @@ class FeaturePlanes:
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots: [T] integer, distinct, none negative. values: [T, width]."""
-        parts = F.pad(values.to(self._store.dtype), (0, self._num_padding)).view(-1, *self._shape)
+        numbers = values.to(self._dtype).contiguous().view(self._store.dtype)
+        parts = F.pad(numbers, (0, self._num_padding)).view(-1, *self._shape)
         blocks, offsets = self._places(slots)
         self._planes[blocks, :, :, offsets] = parts[..., self._own_heads, :]
 
@@ -58,7 +70,7 @@ class FeaturePlanes:
         parts = self._planes[blocks, :, :, offsets]
         if self._comm is not None:
             parts = _all_heads(parts, self._shape[2], self._comm)
-        return parts.flatten(1)[:, : self.width]
+        return parts.flatten(1)[:, : self._num_kept].contiguous().view(self._dtype)
 
     @property
     def _planes(self) -> Tensor:

@@ -1,5 +1,6 @@
 """A layer as a list of named operations over a `Flow`, which a schedule may order (schedules.py).
 
+    export             only where a drafter reads the stream that enters the layer: a copy of it
     prepare            norm, projections, K and V written
     core               attention, its output product
     comm_prepare_mlp_a the sum over the ranks begins
@@ -24,7 +25,7 @@ it needs, whatever the lanes are: that is the ordinary forward pass.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -65,6 +66,8 @@ class Flow:
     # fp32 [T]  `StoredTokens.finite_sums` of this rank; None = not checked. Added over the ranks
     # when all flows have ended: operations may send at the same time.
     finite_sums: Tensor | None = None
+    # [T, hidden] by layer: the streams that `Export.layers` asks for
+    entering: dict[int, Tensor] = field(default_factory=dict)
     has_ended: bool = False  # nothing more is needed than K and V: the other operations are left
     # between operations of one layer: left by `leave`; the last reader clears them
     tokens: ProjectedTokens | None = None

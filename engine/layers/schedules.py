@@ -31,7 +31,7 @@ class Schedule:
 DECODE = Schedule(
     name="decode",
     stages=(
-        ("prepare",),
+        ("export", "prepare"),
         ("core", "comm_prepare_mlp_a", "comm_prepare_mlp_b", "select_experts"),
         ("dispatch_a", "shared_experts"),
         ("dispatch_b", "mlp", "experts", "combine_a"),
@@ -44,7 +44,7 @@ EXCHANGE_PROMPTS = Schedule(
     name="prompts",
     stages=(
         (
-            *("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
+            *("export", "prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
             *("select_experts", "dispatch_a"),
         ),
         ("dispatch_b", "mlp", "experts", "combine_a"),
@@ -56,7 +56,7 @@ EXCHANGE_PROMPTS = Schedule(
 SUM_PROMPTS = Schedule(
     name="prompts, summed",
     stages=(
-        ("prepare", "core", "comm_prepare_mlp_a"),
+        ("export", "prepare", "core", "comm_prepare_mlp_a"),
         ("comm_prepare_mlp_b", "select_experts", "shared_experts", "mlp", "experts", "combine_a"),
         ("combine_b", "output"),
     ),
@@ -66,7 +66,7 @@ SUM_PROMPTS = Schedule(
 SHARE_PROMPTS = Schedule(
     name="prompts, shared out",
     stages=(
-        ("prepare", "core", "comm_prepare_mlp_a"),
+        ("export", "prepare", "core", "comm_prepare_mlp_a"),
         ("comm_prepare_mlp_b", "select_experts", "dispatch_a"),
         ("dispatch_b", "shared_experts", "mlp", "experts", "combine_a"),
         ("combine_b", "output"),
@@ -77,7 +77,8 @@ SHARED_BESIDE = Schedule(
     name="shared expert beside",
     stages=(
         (
-            *("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b", "shared_experts"),
+            *("export", "prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),
+            "shared_experts",
             *("select_experts", "dispatch_a", "dispatch_b", "mlp", "experts", "combine_a"),
             *("combine_b", "output"),
         ),

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,10 +101,11 @@ class CausalLM:
         *earlier_layers, last_layer = layers
         has_dp_attention = spec.has_dp_attention
         # The forward pass, layer by layer; `flow`s go through it in order, or as a schedule has it.
-        self.operations: Sequence[tuple[Op, ...]] = (
+        self._layer_operations: Sequence[tuple[Op, ...]] = (
             *(layer.operations() for layer in earlier_layers),
             last_layer.dp_last_operations() if has_dp_attention else last_layer.last_operations(),
         )
+        self.operations: Sequence[tuple[Op, ...]] = self._layer_operations
         self._embedding = embedding
         self._final_norm = final_norm
         self._head = head
@@ -114,6 +114,8 @@ class CausalLM:
     def export(self, export: Export | None) -> None:
         """From now on `ForwardResult.exported` is that; graphs captured before do not have it."""
         self._export = export
+        self.operations = self._with_exports(self._layer_operations)
+        self.__dict__.pop("exchange_operations", None)  # made anew when it is read
 
     @property
     def embedding(self) -> Embedding:
@@ -130,10 +132,26 @@ class CausalLM:
         Only where ranks have whole experts. The last layer has all tokens again, on every rank.
         """
         first, *others = self.layers[:-1]
-        return (
+        operations = (
             first.exchange_operations(is_first=True),
             *(layer.exchange_operations() for layer in others),
             self.layers[-1].last_operations(gathers=True),
+        )
+        return self._with_exports(operations, is_shared_out=True)
+
+    def _with_exports(
+        self, operations: Sequence[tuple[Op, ...]], *, is_shared_out: bool = False
+    ) -> Sequence[tuple[Op, ...]]:
+        """The same, with what keeps the streams that are exported before the layers they enter.
+
+        is_shared_out: between layers, each rank has its rows of the stream.
+        """
+        kept = () if self._export is None else self._export.layers
+        return tuple(
+            (_keep_entering(layer, is_shared_out=is_shared_out and layer > 0), *ops)
+            if layer in kept
+            else ops
+            for layer, ops in enumerate(operations)
         )
 
     @property
@@ -196,20 +214,11 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        export = self._export
         chosen = None if self.exports_all else logit_indices
         flow = self.begin(input_ids, ctx, chosen, checks_finite=checks_finite)
-        entering: dict[int, Tensor] = {}
-        operations = self.exchange_operations if ctx.exchanges else self.operations
-        for layer, ops in enumerate(operations):
-            if export is not None and layer in export.layers:
-                entering[layer] = _stream(flow, is_shared_out=ctx.exchanges and layer > 0)
+        for ops in self.exchange_operations if ctx.exchanges else self.operations:
             run_in_order(ops, flow)
-        if export is None:
-            return self.result(flow)
-        if len(self.layers) in export.layers:
-            entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
-        return self.exporting(self.result(flow), logit_indices, entering)
+        return self.exporting(self.result(flow), logit_indices, flow.entering)
 
     def begin(
         self,
@@ -231,6 +240,8 @@ class CausalLM:
 
     def result(self, flow: Flow) -> ForwardResult:
         """What a flow holds after the last operation."""
+        if self._export is not None and len(self.layers) in self._export.layers:
+            flow.entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
         sums = flow.finite_sums
         is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
@@ -242,12 +253,11 @@ class CausalLM:
         self,
         result: ForwardResult,
         logit_indices: Tensor | None,
-        entering: Mapping[int, Tensor] = MappingProxyType({}),
+        entering: Mapping[int, Tensor],
     ) -> ForwardResult:
         """`result`, of all tokens where the model exports those, with what it exports.
 
-        logit_indices: as of `forward`. entering: the streams that `Export.layers` asks for, [T,
-        hidden] by layer.
+        logit_indices: as of `forward`. entering: `Flow.entering` of the step's tokens.
         """
         if self._export is None:
             return result
@@ -270,6 +280,13 @@ def _side_by_side(export: Export, entering: Mapping[int, Tensor], final: Tensor)
     streams += [] if export.final is None else [final]
     joined = torch.cat(streams, dim=-1)
     return joined if export.project is None else export.project(joined)
+
+
+def _keep_entering(layer: int, *, is_shared_out: bool) -> Op:
+    def keep(flow: Flow) -> None:
+        flow.entering[layer] = _stream(flow, is_shared_out=is_shared_out)
+
+    return Op("export", keep)
 
 
 def _stream(flow: Flow, *, is_shared_out: bool = False) -> Tensor:

@@ -198,7 +198,6 @@ class TwoBatches:
 
         contexts: of its halves, each with its own `lane`. chosen: `BatchPart.chosen` of both, if
         only their hidden states are wanted; None = all, or each row's last where contexts say so.
-        What the model exports must be of no layer.
         """
         schedule, stages = self._decode if split.is_decode else self._prompts
         if contexts[0].exchanges:
@@ -215,6 +214,8 @@ class TwoBatches:
         ]
         drive(stages, flows, self._lanes, lag=schedule.lag, annotate=self._annotate)
         first, second = (self._model.result(flow) for flow in flows)
+        kept = [flow.entering for flow in flows]
+        entering = {layer: torch.cat([streams[layer] for streams in kept]) for layer in kept[0]}
         hidden = first.hidden
         if contexts[0].last is not None:  # a cut row's last token is the second half's
             hidden = hidden[: split.row]
@@ -226,7 +227,7 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
-        return self._model.exporting(result, _of_whole(chosen, split))
+        return self._model.exporting(result, _of_whole(chosen, split), entering)
 
 
 def _of_whole(chosen: Sequence[Tensor | None], split: BatchSplit) -> Tensor | None:

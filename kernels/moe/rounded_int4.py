@@ -75,13 +75,14 @@ def _multiply(w, x, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _operand(low, high, part: tl.constexpr, SUM: tl.constexpr) -> tl.tensor:
+def _operand(
+    low, high, part: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, SUM: tl.constexpr
+) -> tl.tensor:
     """One of the halves of a run, or all of it where SUM is as long."""
-    HALF: tl.constexpr = low.shape[1]
     if SUM == HALF:
         w = low if part == 0 else high
     else:
-        w = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (low.shape[0], SUM))
+        w = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_N, SUM))
     return w
 
 
@@ -143,7 +144,7 @@ def _moe_rounded_int4_kernel(
         for part in tl.static_range(2 * HALF // SUM):
             column = k + part * SUM
             x = tl.load(x_pointers + column, mask=is_route[:, None], other=0.0)
-            total = _multiply(_operand(low, high, part, SUM), x, KNOWS_E4M3)
+            total = _multiply(_operand(low, high, part, BLOCK_N, HALF, SUM), x, KNOWS_E4M3)
             sums = tl.load(sum_pointers + column // SUM * num_lines)
             group = tl.minimum(column // GROUP, NUM_GROUPS - 1)
             scale, zero = load_scale(scale_pointers + group, CODES)

@@ -12,7 +12,8 @@ why. The floor is the weight's bytes over the memory's rate or the operations ov
 
 `chosen` is what the engine runs by itself. `pieces` and `rounded` are products of up to 64 tokens
 whose inputs were coded before, without the time that this takes: the engine runs one of them after
-a norm or a gate. `one` multiplies one token without matrix units, `weights` decodes weights in
+a norm, and after a gate of more than 16 tokens one in groups of 128 columns (`rounded-128`,
+`pieces-128`). `one` multiplies one token without matrix units, `weights` decodes weights in
 registers, `many` is what the engine runs for many tokens. `--tune` tries other tilings of `one`,
 `weights`, `pieces` and `rounded`, and of products of FP8 tiles.
 """
@@ -39,11 +40,11 @@ from kernels.fused import TritonOps
 from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
 from kernels.quant.coded_tokens import CodedTokens, InputForm
-from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
+from kernels.quant.fp8_blocks import TILE_COLUMNS, BlocksConfig, fp8_blocks
 from kernels.quant.fp8_few import MAX_TOKENS as MAX_FEW_TOKENS
 from kernels.quant.fp8_few import fp8_few_linear
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
-from kernels.quant.int4_joined import int4_joined_linear, supports_joined
+from kernels.quant.int4_joined import int4_joined_linear
 from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
 from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
@@ -243,53 +244,44 @@ def _coded_ways(
     block_m = 1 << (num_tokens - 1).bit_length()
     tried = CODED_TILINGS[64 if num_tokens > 16 else 16] if tune else ()
     cuts = (None, *(replace(cut, block_m=max(cut.block_m, block_m)) for cut in tried))
-    for num_pieces, name in ((2, "pieces"), (1, "rounded")):
+    form = maps[0].form(1)
+    if form is None:
+        return
+    num_columns = form.group
+    tiles = TILE_COLUMNS if weight_format == "fp8-block" else num_columns
+    for name, form in (
+        ("pieces", InputForm(pieces=2, group=num_columns)),
+        ("pieces-128", InputForm(pieces=2, group=128)),
+        ("rounded", InputForm(pieces=1, group=tiles)),
+        ("rounded-128", InputForm(pieces=1, group=128)),
+    ):
         for cut in cuts:
-            products = [
-                made
-                for linear in maps
-                if (made := _of_coded(linear, weight_format, num_pieces, cut, gated))
-            ]
+            products = [made for linear in maps if (made := _of_coded(linear, form, cut, gated))]
             if products:
                 way = name if cut is None else f"{name} {_numbers(cut)}"
-                yield Way(name=way, products=products, is_rounded=num_pieces == 1)
+                yield Way(name=way, products=products, is_rounded=form.pieces == 1)
 
 
 def _of_coded(
-    linear: QuantizedLinear,
-    weight_format: str,
-    num_pieces: int,
-    cut: QuantConfig | None,
-    gated: bool,
+    linear: QuantizedLinear, form: InputForm, cut: QuantConfig | None, gated: bool
 ) -> Product | None:
     """None = the format has no such product."""
     product, counters = linear.product, tile_counters(torch.device("cuda"))
     coded: dict[int, CodedTokens] = {}
 
-    def code(x: Tensor, group: int) -> CodedTokens:
+    def code(x: Tensor) -> CodedTokens:
         if x.data_ptr() not in coded:
-            coded[x.data_ptr()] = code_tokens(x, InputForm(pieces=num_pieces, group=group))
+            coded[x.data_ptr()] = code_tokens(x, form)
         return coded[x.data_ptr()]
 
     if isinstance(product, Fp8Matrix):
         fp8 = product.weight
-        num_rows, num_columns = fp8.codes.shape
-        is_after_gate = num_columns > 2 * num_rows
-        has_tiles = weight_format == "fp8-block" and num_pieces == 1
-
-        def of_fp8(x: Tensor) -> Tensor:
-            has_groups = has_tiles or (is_after_gate and len(x) > 16)
-            inputs = code(x, 128 if has_groups else num_columns)
-            return fp8_few_linear(inputs, fp8, x.dtype, counters, cut, gated=gated)
-
-        return of_fp8
+        return lambda x: fp8_few_linear(code(x), fp8, x.dtype, counters, cut, gated=gated)
     assert isinstance(product, FourBitMatrix)
     int4 = product.weight
-    if num_pieces == 1 or not supports_joined(int4, torch.bfloat16):
+    if form != product.form(1):
         return None
-    return lambda x: int4_joined_linear(
-        code(x, x.shape[1]), int4, x.dtype, counters, cut, gated=gated
-    )
+    return lambda x: int4_joined_linear(code(x), int4, x.dtype, counters, cut, gated=gated)
 
 
 def _build(weight: LinearWeight, gated: bool) -> Linear:
@@ -305,8 +297,18 @@ def _library(weight: Tensor, gated: bool) -> Product:
 
 
 def _by_weights(linear: QuantizedLinear, cut: QuantConfig | None, gated: bool) -> Product:
-    counters = tile_counters(torch.device("cuda"))
-    return lambda x: linear.product.few(x, counters, cut, gated=gated)
+    product, counters = linear.product, tile_counters(torch.device("cuda"))
+    if isinstance(product, FourBitMatrix):
+        num_rows, num_columns = product.weight.packed.shape[0], 2 * product.weight.packed.shape[1]
+    else:
+        assert isinstance(product, Fp8Matrix)
+        num_rows, num_columns = product.weight.codes.shape
+
+    def by_weights(x: Tensor) -> Tensor:
+        wanted = cut or fp8_linear.choose_config(len(x), num_rows, num_columns)
+        return product.few(x, counters, wanted, gated=gated)
+
+    return by_weights
 
 
 def _by_blocks(operand: Fp8Operand, cut: BlocksConfig) -> Product:
@@ -368,6 +370,8 @@ CODED_TILINGS = {
                 (64, 128, 4, 6, (1, 2, 4, 6)),
                 (64, 256, 4, 4, (1, 2, 4)),
                 (128, 128, 4, 4, (2, 4)),
+                (128, 128, 8, 4, (2, 4)),
+                (256, 128, 8, 4, (1,)),
             ),
         ),
         (

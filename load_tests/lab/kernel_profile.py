@@ -39,8 +39,12 @@ RULES: tuple[tuple[str, str], ...] = (
         r"sampl|gumbel|argmax|arg_max|logprob|penalt|logit|top_?[kp]|sort|multinomial|_greedy_kernel"
         r"|_best_chunk_kernel|_score_kernel|_limit_kernel|_maxima_kernel|_keep_kernel",
     ),
-    ("norm", r"rms_?norm|layer_?norm|head_norm|qk_norm"),
-    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|xmma|split_?k|linear|matmul"),
+    ("norm", r"rms_?norm|layer_?norm|head_norm|qk_norm|coded_norm"),
+    (
+        "linear",
+        r"gemm|gemv|nvjet|cutlass|cublas|xmma|split_?k|linear|matmul|_fp8_few_kernel|_joined_kernel"
+        r"|_one_token_kernel|_fp8_blocks_kernel|_token_groups_kernel",
+    ),
 )
 GROUPS = ("attention", "experts", "linear", "norm", "rope+kv", "sampling", "sums", OTHER, IDLE)
 _PATTERNS = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in RULES)

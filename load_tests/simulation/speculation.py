@@ -2,12 +2,17 @@
 
     python -m load_tests.simulation.speculation                             # drafts cost nothing
     python -m load_tests.simulation.speculation --pass-ms 0.25 --png sweep.png   # a draft model's
+    python -m load_tests.simulation.speculation --measured --png sweep.png       # as an engine took
 
     steps      as measured on one H200 (Qwen3-8B shapes, bf16; load_tests/results/h200.md): products
                and norms by tokens, attention by rows; each with 2 % of noise
     requests   as many as rows, one after another; each accepts every draft with its own probability
     costs      a `CostModel` that saw plain steps and prompts, and observes every step that follows
     gain       the time of plain steps for the same tokens, over that of the run
+
+With `--measured` a step with drafts takes what one took in the engine on an H200 with n-gram drafts
+of the host (load_tests/results/speculation.md): the device's time and the host's gap, in which it
+had nothing to do. The costs that the controller reads know nothing of that.
 
 A fixed k needs no run: it gains (1 + a + ... + a^k) tokens for the time of a step with k drafts a
 row. A run begins with a controller that knows nothing.
@@ -41,6 +46,11 @@ _ATTENTION_ROWS = (1, 16, 64, 256)
 _ATTENTION_S = (0.27e-3, 0.385e-3, 0.53e-3, 1.88e-3)
 _KEY_S = 3.4e-8  # each key beyond 128 of a row: 64 x 4,096 take 9.2 ms
 _ATTENTION_KEYS = 128
+# What a step with drafts took beyond a plain one of as many tokens, by its tokens: three drafts at
+# 1, 16, 64 and 256 rows of 128 keys, of which 2.5 tokens a row counted. Milliseconds a token there
+# were 2.067, 2.767, 4.140 and 11.698, with the rows that came and went.
+_VERIFIED_TOKENS = (4, 64, 256, 1024)
+_VERIFIED_S = (0.88e-3, 2.12e-3, 2.30e-3, 4.92e-3)
 _HOST_S = 0.5e-3  # between a result and the next step, if that has to wait for it
 _NOISE = 0.02  # standard deviation of a step's seconds
 
@@ -54,6 +64,7 @@ class Setting:
     num_keys: int = 128  # of each row
     pass_s: float = 0.0
     surcharge_s: float = 0.0  # of each step with drafts, which the costs know nothing of at first
+    is_measured: bool = False  # steps with drafts take `measured_surcharge_s` besides
     pause_share: float = 0.0  # of all steps, with drafts or not, that the machine pauses
     pause_s: float = 0.0
     # A row that may have drafts is held back for a step, since its newest token must be known; if
@@ -84,12 +95,25 @@ def step_s(num_rows: int, num_tokens: float, num_keys: int = _ATTENTION_KEYS) ->
     return seconds + _KEY_S * num_rows * (num_keys - _ATTENTION_KEYS)
 
 
+def measured_surcharge_s(num_tokens: float) -> float:
+    """Seconds that a step with drafts of so many tokens took beyond `step_s`."""
+    return float(np.interp(num_tokens, _VERIFIED_TOKENS, _VERIFIED_S))
+
+
+def _surcharge_s(setting: Setting, num_tokens: float, num_drafts: int) -> float:
+    if num_drafts == 0:
+        return 0.0
+    measured_s = measured_surcharge_s(num_tokens) if setting.is_measured else 0.0
+    return setting.surcharge_s + measured_s
+
+
 def fixed_gain(setting: Setting, acceptance: float, num_drafts: int) -> float:
     """Expected gain when every row of every step verifies `num_drafts`."""
     rows, keys = setting.num_rows, setting.num_keys
     tokens = sum(acceptance**i for i in range(num_drafts + 1))
-    seconds = step_s(rows, rows * (num_drafts + 1), keys) + num_drafts * setting.pass_s
-    seconds += setting.surcharge_s if num_drafts else 0.0
+    num_tokens = rows * (num_drafts + 1)
+    seconds = step_s(rows, num_tokens, keys) + num_drafts * setting.pass_s
+    seconds += _surcharge_s(setting, num_tokens, num_drafts)
     pause_s = setting.pause_share * setting.pause_s
     return tokens * (step_s(rows, rows, keys) + pause_s) / (seconds + pause_s)
 
@@ -166,7 +190,7 @@ class Run:
         setting, num_drafts = self._setting, sum(drafts.num_drafts)
         num_tokens = work.num_decode_rows + num_drafts
         model_s = step_s(work.num_decode_rows, num_tokens, setting.num_keys)
-        model_s += setting.surcharge_s if num_drafts else 0.0
+        model_s += _surcharge_s(setting, num_tokens, num_drafts)
         model_s *= float(self._rng.normal(1.0, _NOISE))
         if setting.pause_share and self._rng.random() < setting.pause_share:
             model_s += setting.pause_s
@@ -294,6 +318,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=_ATTENTION_KEYS, help="of each row")
     parser.add_argument("--pass-ms", type=float, default=0.0, help="of the drafter, a position")
     parser.add_argument("--surcharge-ms", type=float, default=0.0, help="of steps with drafts")
+    parser.add_argument("--measured", action="store_true", help="steps with drafts as on an H200")
     parser.add_argument("--pauses", type=float, nargs=2, default=(0.0, 0.0), help="share, ms")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--request-tokens", type=int, default=256)
@@ -308,6 +333,7 @@ def main() -> None:
         num_keys=options.keys,
         pass_s=options.pass_ms / 1000,
         surcharge_s=options.surcharge_ms / 1000,
+        is_measured=options.measured,
         pause_share=options.pauses[0],
         pause_s=options.pauses[1] / 1000,
         request_tokens=options.request_tokens,

@@ -24,7 +24,7 @@ SYSTEMS: dict[str, Mapping[str, object]] = {
     "unified": {"workers__unified": 2},
     "short of blocks": {"workers__prefill": 1, "workers__decode": 1, "cache__num_blocks": 70},
 }
-NUM_REQUESTS = 70
+NUM_REQUESTS = 45
 MEAN_GAP_S = 0.03
 MEAN_LIFE_S = 1.0  # between two deaths of anybody
 FIRST_DEATH_S = 0.8  # at the latest; the clients come for longer

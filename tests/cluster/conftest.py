@@ -25,27 +25,36 @@ TIGHT = {
     "lifetimes.acknowledge_every_s": 0.1,
 }
 KEY = "a key that nobody guesses"
+# A worker of two ranks; every step is compared between them.
+GANG = {
+    "workers.unified": 1,
+    "workers.tensor_parallel_size": 2,
+    "workers.num_cpus": 0.1,  # so that it has a placement group
+    "workers.stall_s": 4.0,
+    "scheduler.overlap": True,  # plan n + 1 is sent while step n computes
+    "scheduler.max_num_batched_tokens": 64,
+    "laps.queue": "laps",
+    "laps.mix": "fill",
+    "laps.laps_length_threshold": 64,  # the longest prompt here goes in chunks, behind short ones
+    "lifetimes.supervisor_silence_s": 8.0,
+    "debug": True,
+}
 SHARED: Mapping[str, Mapping[str, object]] = {
-    # The first: while it runs alone, nothing but calls has to listen. A prefill worker a pool.
-    "pooled": {
+    # The first: while it runs alone, nothing but calls has to listen. Two workers of each role,
+    # which wait until Serve has started a supervisor anew; a prefill worker a pool.
+    "disaggregated": {
         "workers.prefill": 2,
-        "workers.decode": 1,
+        "workers.decode": 2,
+        "workers.num_cpus": 0.1,  # so that they have places, which outlive a supervisor
         "laps.enable_laps_alloc": True,
         "laps.min_workers_to_split": 2,
         "laps.spill_margin_s": 0.0,
         "handoff.channel": "object_store",
         "handoff.piece_bytes": 1,  # a block a piece
-    },
-    # The reference; with two replicas of the ingress.
-    "unified": {"workers.unified": 1, "edge.num_replicas": 2},
-    # Two workers of each role, which wait until Serve has started a supervisor anew.
-    "disaggregated": {
-        "workers.prefill": 2,
-        "workers.decode": 2,
-        "workers.num_cpus": 0.1,  # so that they have places, which outlive a supervisor
         "lifetimes.supervisor_silence_s": 30.0,
         "lifetimes.acknowledge_every_s": 0.1,
     },
+    "gang": GANG | {"edge.num_replicas": 2},
     "over_gloo_pairs": TIGHT
     | {
         "handoff.channel": "gloo_pair",
@@ -112,7 +121,7 @@ def _shared(name: str) -> Callable[..., Iterator[Application]]:
     return use
 
 
-pooled, unified, disaggregated, over_gloo_pairs, over_object_store = map(_shared, SHARED)
+disaggregated, gang, over_gloo_pairs, over_object_store = map(_shared, SHARED)
 
 
 @pytest.fixture

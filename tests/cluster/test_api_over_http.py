@@ -267,20 +267,6 @@ def test_one_token_never_leaves_the_prefill_worker(
     assert num_handoffs() == before + 1
 
 
-def test_the_object_store_gives_the_unified_worker_s_tokens(
-    pooled: Application, unified: Application, rng: random.Random
-) -> None:
-    prompts: list[Any] = [PROMPT, *PROMPTS]
-    prompts += [[rng.randrange(10, VOCAB_SIZE) for _ in range(n)] for n in (1, 4, 5, 131)]
-    for sampling in ({}, {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.4}):
-        for prompt in prompts:
-            expected = unified.complete(prompt, **sampling)
-            assert pooled.complete(prompt, **sampling) == expected, (prompt, sampling)
-    senders = [seen["sender"] for seen in pooled.statistics().values() if "sender" in seen]
-    assert sum(sender["num_sent"] for sender in senders) > 0
-    assert sum(sender["num_fallbacks"] for sender in senders) == 0
-
-
 def test_the_client_raises_its_own_errors(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         complete(client, "other")

@@ -9,7 +9,6 @@ an engine of one rank in this process, or from the same application undisturbed.
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,36 +28,15 @@ from load_tests.testbed.deployed import (
     wait_until,
 )
 from load_tests.testbed.traces import is_gone, left_of, rings_of
+from tests.cluster.conftest import GANG
 from tests.cluster.streams import PROMPTS, Load
 from tests.harness.in_process import answer, start_engine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NAME = "gang"
-STALL_S = 4.0
-SILENCE_S = 8.0
 TOKENS = 120
 REGEX = "(import [a-z]{3,9}\\n){9}"
-OVERRIDES: dict[str, object] = {
-    "workers.unified": 1,
-    "workers.tensor_parallel_size": 2,
-    "workers.num_cpus": 0.1,  # so that it has a placement group
-    "workers.stall_s": STALL_S,
-    "scheduler.overlap": True,  # plan n + 1 is sent while step n computes
-    "scheduler.max_num_batched_tokens": 64,
-    "laps.queue": "laps",
-    "laps.mix": "fill",
-    "laps.laps_length_threshold": 64,  # the longest prompt here goes in chunks, behind short ones
-    "lifetimes.supervisor_silence_s": SILENCE_S,
-    "debug": True,
-}
-
-
-@pytest.fixture(scope="module")
-def gang(cluster: Cluster) -> Iterator[Application]:
-    application = cluster.run(NAME, OVERRIDES)
-    yield application
-    application.stop()
 
 
 def ranks(application: Application) -> list[str]:
@@ -141,7 +119,7 @@ def test_a_rank_that_ends_ends_the_gang_and_costs_no_stream_a_token(
     assert seen == undisturbed
     assert gang.metric("laps_request_retries") == num_retries + 1
     if number == signal.SIGKILL:
-        assert took_s < STALL_S, "a death is noticed at once"
+        assert took_s < gang.config.workers.stall_s, "a death is noticed at once"
     wait_replaced(worker, NAME, before[0])
     gang.wait_ready()
     check_replaced(gang, before, ring)
@@ -194,7 +172,7 @@ def test_ranks_that_die_again_and_again_cost_streams_nothing(gang: Application) 
 def test_a_rank_that_fails_by_itself_ends_the_gang(cluster: Cluster, fault: str) -> None:
     """`nan` is a rank whose tokens are not the others': it drifts."""
     faults = {"faults": f"unified-0.rank-1:step=60:{fault}"}
-    application = cluster.run(f"{NAME}-{fault}", OVERRIDES | faults)
+    application = cluster.run(f"{NAME}-{fault}", GANG | faults)
     expected = application.complete(PROMPTS[0], max_tokens=30, extra_body={"ignore_eos": True})
     [worker] = application.workers("unified")
     worker_pid = application.pid(worker)
@@ -212,7 +190,7 @@ def test_a_gang_that_cannot_start_says_why(cluster: Cluster) -> None:
 
     `serve run` would have noticed before anything starts (test_preflight.py).
     """
-    name, overrides = f"{NAME}-8", OVERRIDES | {"workers.tensor_parallel_size": 8}
+    name, overrides = f"{NAME}-8", GANG | {"workers.tensor_parallel_size": 8}
     with pytest.raises(RuntimeError, match=f"Deploying application {name} failed"):
         cluster.run(name, overrides)
     [worker] = [actor for actor in named_actors(name) if actor.startswith("unified")]
@@ -224,11 +202,12 @@ def test_a_gang_that_cannot_start_says_why(cluster: Cluster) -> None:
 
 
 @pytest.mark.nightly
-def test_nothing_outlives_a_gang_whose_application_is_deleted(gang: Application) -> None:
-    gang.wait_ready()
+def test_nothing_outlives_a_gang_whose_application_is_deleted(cluster: Cluster) -> None:
+    gang = cluster.run(f"{NAME}-deleted", GANG)
     before, ring = pids(gang), gang_ring(gang)
     gang.stop()
-    wait_until(lambda: not named_actors(NAME), "no actor is left", 60.0 + SILENCE_S)
-    wait_until(lambda: not worker_groups(NAME), "no place is left")
+    silence_s = gang.config.lifetimes.supervisor_silence_s
+    wait_until(lambda: not named_actors(gang.name), "no actor is left", 60.0 + silence_s)
+    wait_until(lambda: not worker_groups(gang.name), "no place is left")
     wait_until(lambda: all(map(is_gone, before)), "no process is left")
     wait_ring_gone(ring)

@@ -15,8 +15,8 @@ def _status(application: Application) -> dict[str, object]:
     return status
 
 
-def test_the_status_names_every_worker_and_its_pool(pooled: Application) -> None:
-    status = _status(pooled)
+def test_the_status_names_every_worker_and_its_pool(disaggregated: Application) -> None:
+    status = _status(disaggregated)
     pools = status["pools"]
     assert isinstance(pools, dict)
     assert (len(pools["short"]), len(pools["long"])) == (1, 1)
@@ -24,7 +24,7 @@ def test_the_status_names_every_worker_and_its_pool(pooled: Application) -> None
     assert status["moves"] == []
 
 
-def test_a_prompt_goes_where_its_prefix_is(pooled: Application) -> None:
+def test_a_prompt_goes_where_its_prefix_is(disaggregated: Application) -> None:
     """A short first turn is computed in the short pool; the second, long as a whole, follows it.
 
     By its whole length it would go to the long pool, where nothing of it is cached.
@@ -32,13 +32,15 @@ def test_a_prompt_goes_where_its_prefix_is(pooled: Application) -> None:
     first_turn = [19 + index % 89 for index in range(208)]
 
     def num_cached(prompt: list[int]) -> int:
-        body = {"model": pooled.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        reply = httpx.post(f"{pooled.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        body = {"model": disaggregated.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        reply = httpx.post(
+            f"{disaggregated.url}/v1/completions", json=body, timeout=PATIENCE_S
+        ).json()
         return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     def known() -> tuple[int, int]:
         """What the allocator knows: how many blocks are cached, and tokens queued."""
-        workers = _status(pooled)["workers"]
+        workers = _status(disaggregated)["workers"]
         assert isinstance(workers, list)
         num_blocks = sum(worker["num_cached_blocks"] for worker in workers)
         return num_blocks, sum(worker["queued_tokens"] for worker in workers)

@@ -161,7 +161,10 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     old = application.actors()
     [decode] = application.workers("decode")
     before = pids([decode])
-    with Load(application, max_tokens=LONG) as load, ThreadPoolExecutor(1) as thread:
+    with (
+        Load(application, num_streams=2, max_tokens=LONG) as load,
+        ThreadPoolExecutor(1) as thread,
+    ):
         redeploy = thread.submit(deployed.redeploy, REDEPLOYED)
         wait_until(lambda: is_draining(decode), "the old decode worker drains")
         os.kill(before[decode], signal.SIGKILL)

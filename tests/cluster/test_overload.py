@@ -70,13 +70,13 @@ def proxy() -> psutil.Process:
     "idle", [SOME, pytest.param(TEN_THOUSAND, marks=pytest.mark.nightly)], ids=["500", "10000"]
 )
 def test_idle_connections_cost_little_and_stop_nobody(
-    unified: Application, rng: random.Random, idle: IdleConnections
+    gang: Application, rng: random.Random, idle: IdleConnections
 ) -> None:
     prompts = draw_prompts(rng, 5, 23)
-    right = expected(unified, prompts)
-    server, url = proxy(), urlsplit(unified.url)
-    assert url.hostname is not None, unified.url
-    baseline = unified.baseline()
+    right = expected(gang, prompts)
+    server, url = proxy(), urlsplit(gang.url)
+    assert url.hostname is not None, gang.url
+    baseline = gang.baseline()
     # Ray raises the limit as far as the system allows; below this, connections would be refused.
     num_files, _ = server.rlimit(psutil.RLIMIT_NOFILE)
     assert num_files > idle.num_all + SPARE_FILES, f"the proxy may open {num_files} files"
@@ -84,13 +84,13 @@ def test_idle_connections_cost_little_and_stop_nobody(
     with idle_connections(url.hostname, url.port or 80, idle):
         wait_until(lambda: server.num_fds() >= files_before + idle.num_all, "all are accepted")
         for _ in range(3):
-            assert [reply.token_ids for reply in ask_all(unified, prompts)] == right
+            assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
         per_connection = (server.memory_info().rss - bytes_before) / idle.num_all
         print(f"{per_connection:.0f} bytes of the proxy for an idle connection")
         assert per_connection < MAX_IDLE_BYTES
     wait_until(lambda: server.num_fds() < files_before + idle.num_all // 100, "they are closed")
-    assert [reply.token_ids for reply in ask_all(unified, prompts)] == right
-    unified.wait_restored(baseline)
+    assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
+    gang.wait_restored(baseline)
 
 
 @pytest.fixture(scope="module")

@@ -56,13 +56,13 @@ def test_no_route_but_pages_and_health_answers_without_a_key(over_gloo_pairs: Ap
 
 
 def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
-    cluster: Cluster, pooled: Application
+    cluster: Cluster, disaggregated: Application
 ) -> None:
     root = f"http://{LOCALHOST}:{cluster.port}/-"
     healthz = httpx.get(f"{root}/healthz", timeout=PATIENCE_S)
     assert (healthz.status_code, healthz.text) == (200, "success")
     routes = httpx.get(f"{root}/routes", timeout=PATIENCE_S)
-    assert routes.json()[f"/{pooled.name}"] == pooled.name
+    assert routes.json()[f"/{disaggregated.name}"] == disaggregated.name
     assert all(prefix == f"/{name}" for prefix, name in routes.json().items())
     for path in ("", "/", "/metrics", "/openapi.json", "/health"):
         assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
@@ -97,7 +97,7 @@ class Bait:
 
 
 def test_a_replica_reads_nothing_that_comes_without_a_token(
-    pooled: Application, tmp_path: Path
+    disaggregated: Application, tmp_path: Path
 ) -> None:
     request = ASGIRequest(pickled_request_metadata=pickle.dumps(Bait(tmp_path / "taken")))
     codes = []
@@ -113,7 +113,7 @@ def test_a_replica_reads_nothing_that_comes_without_a_token(
 
 
 def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
-    cluster: Cluster, pooled: Application
+    cluster: Cluster, disaggregated: Application
 ) -> None:
     listening = listening_ports()
     assert len(listening) >= len(ACTORS), f"not all actors were found: {list(listening)}"

@@ -5,6 +5,7 @@ tests/actors/test_deaths_virtual.py, and at night here.
 Every expected token comes from an undisturbed request to the same application.
 """
 
+import json
 import os
 import random
 import signal
@@ -28,10 +29,10 @@ from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_STREAMS = 12
+NUM_STREAMS = 6
 TOKENS = 60  # of a stream under load
 GETS_ON = 8  # tokens
-LONG = 500  # tokens of a stream that outlasts what is done to it
+LONG = 300  # tokens of a stream that outlasts what is done to it
 LONG_PROMPT = 1900  # tokens that take many steps and pieces
 PROMPT = "import os\nimport "
 
@@ -50,8 +51,7 @@ def application(
 ) -> Iterator[Application]:
     """All workers live; afterwards they do again, and nothing is left of what the test did."""
     if disaggregated.name not in baselines:
-        with Load(disaggregated, num_streams=NUM_STREAMS, max_tokens=TOKENS):
-            wait_until(lambda: num_channels(disaggregated) == 4, "all pairs have a channel")
+        wait_until(lambda: have_met(disaggregated), "all pairs have a channel")
         baselines[disaggregated.name] = disaggregated.baseline()
     yield disaggregated
     wait_all_answer(disaggregated)
@@ -59,9 +59,19 @@ def application(
     disaggregated.wait_restored(baselines[disaggregated.name])
 
 
-def num_channels(application: Application) -> int:
+def have_met(application: Application) -> bool:
+    """Asks short and long prompts, of both pools; whether every worker then knows every other."""
+    prompts = [[number + 5] * length for number in range(4) for length in (9, LONG)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        list(threads.map(application.complete, prompts))
     seen = application.statistics().values()
-    return sum(s["sender"]["num_channels"] for s in seen if "sender" in s)
+    return sum(s["sender"]["num_channels"] for s in seen if "sender" in s) == 4
+
+
+def short_worker(application: Application) -> str:
+    """The prefill worker of the prompts of a `Load`."""
+    pools = json.loads(application.get("/laps_status")[1])["pools"]
+    return str(pools["short"][0])
 
 
 def moved_pieces(seen: Mapping[str, Any]) -> int:
@@ -158,7 +168,7 @@ def named(application: Application, prefix: str) -> str:
 def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
     application: Application, role: str, kill: Callable[[Application, str], None]
 ) -> None:
-    victim = application.workers(role)[0]
+    victim = short_worker(application) if role == "prefill" else application.workers(role)[0]
     others, victim_pid = pids(application, victim), application.pid(victim)
     num_retries = application.metric("laps_request_retries")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
@@ -177,7 +187,7 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     application: Application,
 ) -> None:
     kills = {
-        application.workers("prefill")[0]: kill_actor,
+        short_worker(application): kill_actor,
         application.workers("decode")[0]: kill_process,
     }
     before, others = {name: application.pid(name) for name in kills}, pids(application, *kills)
@@ -331,12 +341,12 @@ def test_a_supervisor_that_dies_adopts_the_workers_that_it_finds(
     assert set(groups) == set(application.workers())
     supervisor = application.supervisor()
     supervisor_pid = actor_pid(supervisor, "serve")
-    with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
+    with Load(application, num_streams=2, max_tokens=TOKENS) as load:
         if is_for_good:  # Serve looks after its deployment actors every 11 s at most
             ray.kill(ray.get_actor(supervisor, "serve"), no_restart=True)
         else:
             os.kill(supervisor_pid, signal.SIGKILL)
-        load.wait_more(NUM_STREAMS)
+        load.wait_more(2)
         wait_replaced(supervisor, "serve", supervisor_pid)
     assert not load.problems
     application.wait_ready()

@@ -210,11 +210,5 @@ def _raises(**overrides: object) -> Callable[[], object]:
 def test_scales_without_numbers_and_other_numbers_are_refused() -> None:
     with pytest.raises(ConfigFileError, match=r"cache\.kv_scales: needs cache\.kv_dtype fp8_e4m3"):
         _raises(cache__kv_scales="s.safetensors")()
-    with pytest.raises(ConfigFileError, match=r"fp8_e4m3 with speculation\.drafter eagle3"):
-        _raises(
-            cache__kv_dtype="fp8_e4m3",
-            speculation__drafter="eagle3",
-            speculation__model_path="head",
-        )()
     with pytest.raises(ConfigFileError, match=r"cache\.kv_dtype: .*auto.*fp8_e4m3"):
         _raises(cache__kv_dtype="fp8_e5m2")()

@@ -32,7 +32,12 @@ PROMPT = "def settings():\n    return "
 SEED = random.SystemRandom().randrange(10**6)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
+@pytest.fixture(
+    scope="module",
+    # By day `test_answers_are_the_same_whether_steps_overlap` compares the two.
+    params=[pytest.param(False, marks=pytest.mark.nightly), True],
+    ids=["in turn", "overlapped"],
+)
 def engine(request: pytest.FixtureRequest) -> Engine:
     return start_engine(scheduler__overlap=request.param, scheduler__max_num_seqs=64)
 

@@ -140,6 +140,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
 }
 VOCAB_SIZE = 131  # odd, so that nothing is a multiple of anything by accident
+MAX_SAVED = 4  # models kept
+
+_saved: dict[bytes, PreTrainedModel] = {}  # oldest first
 
 
 def save_model(
@@ -179,7 +182,9 @@ def save_model(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     fill_randomly(model, architecture, seed=seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    finished: PreTrainedModel = model.float().eval()
+    finished: PreTrainedModel = _as_file_says(model.float().eval())
+    if dtype == torch.float32:
+        _remember(folder, finished)
     return finished
 
 
@@ -269,12 +274,22 @@ def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object)
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes for one sequence after loading `folder` itself, [T, vocab]."""
+    """What transformers computes for one sequence with the model of `folder`, [T, vocab].
+
+    It loads the folder itself, unless it has just written it and nobody has changed it.
+    """
+    digest = _digest(folder)
+    model = _saved.get(digest) or _load_causal(folder, digest)
     with torch.inference_mode():
-        logits: torch.Tensor = _load_causal(folder, _digest(folder))(
-            torch.tensor([token_ids])
-        ).logits
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits
     return logits[0]
+
+
+def _remember(folder: Path, model: PreTrainedModel) -> None:
+    """Keep the last few models that were saved, by what is in their folders."""
+    while len(_saved) >= MAX_SAVED:
+        del _saved[next(iter(_saved))]
+    _saved[_digest(folder)] = model
 
 
 def _digest(folder: Path) -> bytes:
@@ -289,8 +304,13 @@ def _digest(folder: Path) -> bytes:
 def _load_causal(folder: Path, digest: bytes) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    )
+    return _as_file_says(model.eval())
+
+
+def _as_file_says(model: PreTrainedModel) -> PreTrainedModel:
+    """Mend what transformers 5.17 takes from nowhere: it has a limit of 7.0, whatever was asked."""
     if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
-        for layer in model.model.layers:  # transformers 5.17 has 7.0, whatever the file says
+        for layer in model.model.layers:
             layer.mlp.experts.limit = limit
     return model

@@ -28,6 +28,12 @@ from actors.kv_transfer.waits import end_thread
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
 
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+GLOO_PATIENCE = 5  # a listening end waits for the other's connection this many times its timeout
+
 
 class PairThread:
     """Runs a connection's operations one after the other; the first failure ends it for good."""
@@ -67,13 +73,6 @@ class PairThread:
         self.is_open = False
         self._hang_up()
         raise failure
-
-
-logger = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
-
-GLOO_PATIENCE = 5  # a listening end waits for the other's connection this many times its timeout
 
 
 class GlooWire:

@@ -31,7 +31,7 @@ def test_vectors_are_read_back_and_the_rest_stays(kind: str, width: int) -> None
     store = KvStore(layout, num_blocks=7, device=CPU)
     store.tensor.normal_()
     before = store.tensor.clone()
-    planes = FeaturePlanes(store, width)
+    planes = FeaturePlanes(store, width, torch.float32)
     slots = torch.randperm(35)[:11].int()
     values = torch.randn(11, width)
     planes.write(slots, values)
@@ -44,7 +44,20 @@ def test_vectors_are_read_back_and_the_rest_stays(kind: str, width: int) -> None
     others = torch.tensor([slot for slot in range(35) if slot not in slots.tolist()])
     kept, old = planes.read(others), KvStore(layout, num_blocks=7, device=CPU)
     old.tensor.copy_(before)
-    assert torch.equal(kept, FeaturePlanes(old, width).read(others))
+    assert torch.equal(kept, FeaturePlanes(old, width, torch.float32).read(others))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_store_of_e4m3_numbers_keeps_vectors_as_they_are(dtype: torch.dtype) -> None:
+    plain = KvLayout.latent(num_layers=2, block_size=4, width=14, dtype="fp8_e4m3")
+    layout = plain.with_features(9 * dtype.itemsize)
+    store = KvStore(layout, num_blocks=3, device=CPU)
+    planes = FeaturePlanes(store, 9, dtype)
+    slots, values = torch.randperm(12)[:5], (1000 * torch.randn(5, 9)).to(dtype)
+    planes.write(slots, values)
+    assert torch.equal(planes.read(slots), values)
+    assert planes.read(slots).dtype == dtype
+    assert not store.tensor[:, :2].any()
 
 
 class _Gathered:
@@ -66,7 +79,7 @@ def test_ranks_hold_the_vectors_by_heads_as_one_store_does(num_ranks: int) -> No
     ).with_features(50)
     one = KvStore(whole, num_blocks=5, device=CPU)
     values, slots = torch.randn(7, 50), torch.randperm(15)[:7]
-    FeaturePlanes(one, 50).write(slots, values)
+    FeaturePlanes(one, 50, torch.float32).write(slots, values)
     comm = _Gathered()
     num_own = max(1, 4 // num_ranks)
     kind = whole.kinds[0]
@@ -75,7 +88,7 @@ def test_ranks_hold_the_vectors_by_heads_as_one_store_does(num_ranks: int) -> No
     for rank in range(num_ranks):
         part = KvPart(whole=whole, first_head=rank * 4 // num_ranks, num_heads=num_own)
         store = KvStore(own, num_blocks=5, device=CPU)
-        features = FeaturePlanes(store, 50, part=part, comm=comm)
+        features = FeaturePlanes(store, 50, torch.float32, part=part, comm=comm)
         features.write(slots, values)
         assert torch.equal(store.tensor, one.tensor[..., part.heads, :])
         if rank == num_ranks - 1:

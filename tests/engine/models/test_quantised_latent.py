@@ -14,11 +14,12 @@ from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import LayerWeights, load_weights
 from engine.ranks.rank import Rank
-from load_tests.testbed.quantised_folders import FORMS, write_quantised
+from load_tests.testbed.quantised_folders import FORMS
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.models.test_deepseek import PUBLISHED_V3, V2, V3
 from tests.engine.runner.step_driver import StepDriver
-from tests.harness.tiny_models import edit_config, reference_logits, save_model
+from tests.harness.quantised_folders import write_folders
+from tests.harness.tiny_models import edit_config, reference_logits
 
 CPU = torch.device("cpu")
 # Multiples of 64, as groups of 64 need; tiles of 128 are cut short, and end within q and latent.
@@ -38,10 +39,7 @@ LINEARS = ("qkv", "output", "gate_up", "down")
 def _folders(tmp_path: Path, form: str, architecture: str) -> tuple[Path, Path]:
     """A quantised folder, and one with what its numbers stand for."""
     sizes = SIZES | ({"q_lora_rank": 64} if architecture == V3 else {})
-    save_model(tmp_path / "dense", architecture, **sizes)
-    quantised, stands_for = tmp_path / "quantised", tmp_path / "stands_for"
-    write_quantised(tmp_path / "dense", form, quantised, stands_for=stands_for)
-    return quantised, stands_for
+    return write_folders(tmp_path, form, architecture, sizes)
 
 
 def _load(folder: Path, **how: Any) -> list[LayerWeights]:

@@ -18,9 +18,10 @@ from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
 from engine.models.weights import LayerWeights, load_weights, random_weights
 from kernels.reference import TorchOps
-from load_tests.testbed.quantised_folders import FORMS, write_quantised
+from load_tests.testbed.quantised_folders import FORMS
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.quantised_folders import write_folders
 from tests.harness.tiny_models import edit_config, reference_logits, save_model
 
 CPU = torch.device("cpu")
@@ -50,10 +51,7 @@ def _folders(tmp_path: Path, form: str, architecture: str, **settings: Any) -> t
     sizes = CUT if FORMS[form].multiple == 1 else WHOLE
     if architecture == "MixtralForCausalLM":
         sizes = {name: size for name, size in sizes.items() if "moe" not in name}
-    save_model(tmp_path / "dense", architecture, **(sizes | settings))
-    quantised, stands_for = tmp_path / "quantised", tmp_path / "stands_for"
-    write_quantised(tmp_path / "dense", form, quantised, stands_for=stands_for)
-    return quantised, stands_for
+    return write_folders(tmp_path, form, architecture, sizes | settings)
 
 
 def _load(folder: Path, **how: Any) -> list[LayerWeights]:

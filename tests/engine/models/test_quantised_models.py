@@ -23,6 +23,7 @@ from kernels.reference import TorchOps
 from load_tests.testbed.quantised_folders import FORMS, e4m3_values, to_e4m3, write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.quantised_folders import write_folders
 from tests.harness.tiny_models import edit_config, reference_logits, save_model
 
 CPU = torch.device("cpu")
@@ -33,13 +34,11 @@ WHOLE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim
 CUT: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 24}
 
 
-def _folders(tmp_path: Path, form: str, **settings: Any) -> tuple[Path, Path]:
+def _folders(tmp_path: Path, form: str) -> tuple[Path, Path]:
     """A quantised folder, and one with what its numbers stand for."""
     sizes = CUT if FORMS[form].multiple == 1 else WHOLE
-    save_model(tmp_path / "dense", **(sizes | settings))
-    quantised, stands_for = tmp_path / "quantised", tmp_path / "stands_for"
-    write_quantised(tmp_path / "dense", form, quantised, stands_for=stands_for)
-    return quantised, stands_for
+    architecture = "Qwen3ForCausalLM" if form in ("fp8-block", "gptq") else "LlamaForCausalLM"
+    return write_folders(tmp_path, form, architecture, sizes | {"attention_bias": True})
 
 
 def _load(folder: Path, **how: Any) -> ModelWeights:
@@ -84,7 +83,7 @@ def test_the_writer_rounds_to_e4m3_as_torch_does() -> None:
 def test_a_quantised_folder_has_the_weights_that_its_numbers_stand_for(
     form: str, tmp_path: Path
 ) -> None:
-    quantised, stands_for = _folders(tmp_path, form, attention_bias=True)
+    quantised, stands_for = _folders(tmp_path, form)
     ours, theirs = _load(quantised), _load(stands_for)
     for layer, expected in zip(ours.layers, theirs.layers, strict=True):
         for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
@@ -100,8 +99,7 @@ def test_a_quantised_folder_has_the_weights_that_its_numbers_stand_for(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_are_those_of_transformers_on_the_same_numbers(form: str, tmp_path: Path) -> None:
-    architecture = "Qwen3ForCausalLM" if form in ("fp8-block", "gptq") else "LlamaForCausalLM"
-    quantised, stands_for = _folders(tmp_path, form, architecture=architecture)
+    quantised, stands_for = _folders(tmp_path, form)
     driver = StepDriver(build_model(quantised, dtype=torch.float32, device=CPU), seed=0)
     driver.admit(0, TOKENS)
     assert_same_logits(driver.logits({0: len(TOKENS)})[0], reference_logits(stands_for, TOKENS))
@@ -444,7 +442,7 @@ def test_random_weights_have_the_folder_s_format(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bytes_of_the_weights_are_known_before_they_are_read(form: str, tmp_path: Path) -> None:
-    folder, _ = _folders(tmp_path, form, attention_bias=True)
+    folder, _ = _folders(tmp_path, form)
     spec = load_spec(folder)
     made = load_weights(folder, spec, dtype=torch.float16, device=CPU)
     held = 0

@@ -121,8 +121,17 @@ def test_ranks_replay_graphs_of_prompts_together(
     assert counts.num_replayed >= 3
 
 
-@pytest.mark.parametrize("captures", [(), ("prompts",), ("prompts", "drafts")], ids=str)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "captures"),
+    [
+        (False, ()),
+        (True, ("prompts", "drafts")),
+        pytest.param(True, (), marks=pytest.mark.nightly),
+        pytest.param(True, ("prompts",), marks=pytest.mark.nightly),
+        pytest.param(False, ("prompts",), marks=pytest.mark.nightly),
+        pytest.param(False, ("prompts", "drafts"), marks=pytest.mark.nightly),
+    ],
+)
 def test_drafts_of_a_rank_change_no_token(
     overlap: bool, captures: tuple[str, ...], two: RankProcesses, folder: Path
 ) -> None:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kv.tables import BlockTables
 from engine.layers.context import SINGLE_RANK
 from engine.layers.operations import Flow, Lane, Op
 from engine.layers.schedules import InlineLanes
+from engine.models.llama import Export
 from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.batch_splits import BatchSplit
+from engine.runner.inputs import InputBatch
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.two_batches import TwoBatches, first_half, second_half
 from kernels.attention.protocol import build_step
@@ -130,6 +133,35 @@ def test_logits_differ_less_than_the_demanded_tolerance(architecture: str, tmp_p
         found.append([line for step in steps for line in driver.logits(step).values()])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() < 1e-4
+
+
+class _Kept:
+    """An `ExportKeeper` that keeps all lines."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+
+    def keep(self, exported: Tensor, batch: InputBatch, blocks: BlockTables) -> None:
+        self.steps.append(exported[: batch.num_tokens].clone())
+
+
+def test_streams_of_inner_layers_are_those_of_whole_steps(tmp_path: Path) -> None:
+    """As an EAGLE-3 head reads them, in the order that it asks for."""
+    save_model(tmp_path, "Qwen3ForCausalLM", num_hidden_layers=3)
+    save_whole_numbers(tmp_path, seed=7)
+    found = []
+    for rule in (EVERY_STEP, NEVER):
+        model, attention = build_exact(tmp_path, WHOLE_MODEL)
+        model.export(Export(layers=(0, 2, 1)))
+        driver, kept = StepDriver(model, seed=1, phased=attention), _Kept()
+        driver.executor.keep_exports(kept)
+        driver.executor.overlap_two_batches(rule, threshold=0.48)
+        _story(driver, seed=3)
+        found.append(kept.steps)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][0].shape[1] == 3 * model.spec.hidden_size
+    model.export(None)
+    assert not any(op.name == "export" for ops in model.operations for op in ops)
 
 
 def test_a_broken_row_ends_alone_in_either_half(tmp_path: Path) -> None:

@@ -108,6 +108,27 @@ def test_no_answer_changes(
     assert counts.num_drafted > 100
 
 
+def test_a_head_reads_vectors_beside_k_and_v_in_e4m3(
+    folders: tuple[Path, Path], exact_folder: Path, asked: list[Asked]
+) -> None:
+    """They keep their own dtype: the head guesses what it would of the same hidden states."""
+    target, folder = folders
+    fp8 = {"cache__kv_dtype": "fp8_e4m3"}
+    head = EagleHead.load(folder)
+    proposals = greedy_proposals(start(target, folder, **fp8), SEED)[::3]
+    alike = [
+        drafts == greedy_drafts(target, head, tokens, len(drafts)) for tokens, drafts in proposals
+    ]
+    assert sum(alike) > 0.7 * len(alike) > 2  # where e4m3 K and V of the model decide no near tie
+    some = asked[:4]
+    with exact_arithmetic():
+        expected = run(start_exact(exact_folder, speculation__drafter="none", **fp8), some)
+        engine = start(exact_folder, folder, exact=True, **fp8)
+        for _ in range(2):  # from cached prefixes, too
+            assert_same(run(engine, some), expected)
+    assert engine.core.scheduler.draft_counts.num_drafted > 40
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 def test_a_head_drafts_alike_where_verify_graphs_export(
     folders: tuple[Path, Path], exact_folder: Path, asked: list[Asked], overlap: bool
@@ -165,7 +186,14 @@ def test_heads_that_do_not_fit(
     ("settings", "problem"),
     [
         (
-            {"workers.tensor_parallel_size": 2, "execution.enable_two_batch_overlap": True},
+            {
+                "workers.tensor_parallel_size": 2,
+                "workers.expert_parallel": True,
+                "workers.expert_exchange_min_tokens": 8,
+                "execution.enable_two_batch_overlap": True,
+                "execution.tbo_min_prompt_tokens": 8,
+                "execution.tbo_min_decode_rows": 8,
+            },
             "states of inner layers",
         ),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),

@@ -105,6 +105,19 @@ def test_layers_choose_it_where_it_is_faster() -> None:
     run_interpreted(f"{MODULE}:check_layers_interpreted")
 
 
+def _loops(code: str) -> list[str]:
+    """What is between a label and a branch back to it."""
+    places: dict[str, int] = {}  # label -> its line
+    found, lines = [], code.splitlines()
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$L\w+):", line):
+            places[label[1]] = number
+        branch = re.search(r"\bbra\S*\s+(\$L\w+);", line)
+        if branch and branch[1] in places:
+            found.append("\n".join(lines[places[branch[1]] : number]))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8 rows", "fp8 tiles", "int4", "int4 zeros"])
 def test_threads_of_the_loop_share_nothing(form: str) -> None:
@@ -133,8 +146,7 @@ def test_threads_of_the_loop_share_nothing(form: str) -> None:
                 codes=Codes.INT4 if form == "int4" else Codes.INT4_ZEROS,
             )  # fmt: skip
             one_token.int4_one_token(x, int4)
-    code = kept[0].asm["ptx"]
-    ((_, loop),) = re.findall(r"\n(\$L\w+):.*?\n(.*)bra\s+\1;", code, re.DOTALL)
+    (loop,) = _loops(kept[0].asm["ptx"])
     assert "cp.async.cg.shared.global" in loop, "loads of less than 16 bytes"
     for exchange in ("shfl", "st.shared", "mma"):
         assert exchange not in loop
