@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from configs.schema import AppConfig, SpeculationConfig
 from engine.clock import Clock
@@ -73,18 +72,20 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    given = head, target, model.dtype, own
+    given = head, target, model, own
     replica.keep_exports(lambda store: TokenFeatures(_planes(store, *given)))
     return head
 
 
 def _planes(
-    store: KvStore, head: FeatureHead, target: ModelSpec, dtype: torch.dtype, comm: Comm
+    store: KvStore, head: FeatureHead, target: ModelSpec, model: CausalLM, comm: Comm
 ) -> FeaturePlanes:
-    """target: of the whole model, which computes in `dtype`; store: of this rank. comm: to those
-    with other heads of it."""
+    """target: of the whole model, of which `model` is this rank's part; store: of this rank.
+
+    comm: to the ranks with other heads of it.
+    """
     whole = target.kv_layout(block_size=store.layout.block_size, dtype=store.layout.dtype)
-    return FeaturePlanes(store, head.width, dtype, part=part_of(comm.rank, whole), comm=comm)
+    return FeaturePlanes(store, head.width, model.dtype, part=part_of(comm.rank, whole), comm=comm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDra
     head, executor = target.measured.head, target.measured.executor
     assert head is not None, "built with the target"
     own = SINGLE_RANK if target.spec.has_dp_attention else target.comm
-    planes = _planes(executor.kv_store, head, target.spec, executor.model.dtype, own)
+    planes = _planes(executor.kv_store, head, target.spec, executor.model, own)
     head.read_from(planes)
     replica = _drafting_replica(target, str(drafter_folder(target.config)), head.spec, head.model)
     replica.keep_exports(lambda _: NextFeatures(planes, target.config.cache.block_size))

@@ -124,6 +124,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[list[TokenLogprobs] | None]  # [R] one per token; None = the row did not ask
     duration_s: float | None = None  # device time of this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
+    # Index in the plan of rows with finite numbers of which nothing was sampled either: their
+    # constraint allows no token.
+    allows_nothing: list[int] = []
     # Index in the plan -> prompt scores, only for rows that ask for them.
     labels: dict[int, list[float]] = {}  # of prompt-only rows, once their prompt is computed
     embeddings: dict[int, bytes] = {}  # likewise; float32, as in `PromptScores`

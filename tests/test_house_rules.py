@@ -496,7 +496,7 @@ def test_a_page_that_names_what_is_not_there_is_noticed() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", (*PAGES, *RECORDS), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, *RECORDS], ids=lambda path: path.name)
 def test_a_row_of_a_table_is_one_line(path: Path) -> None:
     """A row that goes on in the next line ends the table where it is shown."""
     rows = [line for line in path.read_text().splitlines() if line.startswith("|")]

@@ -4,7 +4,7 @@ Knows blocks by number only: the block pool decides who owns one and whether it 
 Offsets are int64 throughout; a store may exceed 2^31 elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.kv.digests import BlockDigests
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.shared_memory import MemoryOffer, SharedMemory
-from kernels.kv.digest import block_digests, write_blocks
+from kernels.kv.digest import block_digests, host_digest, write_blocks
 
 # One size for all: torch caches page-locked memory by size, and allocating more takes milliseconds.
 _MIN_NUMBERS = 4096
@@ -183,15 +183,13 @@ class KvStore:
         values: list[int] = digests.tolist()  # the one copy to the host
         return values
 
-    def digest_elsewhere(self, blocks: Tensor, indices: Sequence[int]) -> list[int]:
-        """Digest of some of the blocks in another memory of the store's device, where they lie.
+    def digests_in(self, blocks: Tensor) -> Callable[[int], int]:
+        """A function that digests one of the blocks in another memory, of a store on a CPU.
 
         blocks: contiguous uint8 [any, block_bytes].
         """
-        words = self._words_of(blocks)
-        places = to_device(indices, self.device)
-        values: list[int] = block_digests(words, self._weights, places).tolist()
-        return values
+        words = self._words_of(blocks).numpy()
+        return lambda index: host_digest(words[index], self._weights.numpy())
 
     def _compile(self) -> None:
         """Compile both kernels now, not during the first handoff; block 0 keeps its content."""

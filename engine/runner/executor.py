@@ -40,6 +40,7 @@ from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
+    NOTHING_ALLOWED,
     ComputedStep,
     EmptyStep,
     IdleStep,
@@ -485,6 +486,8 @@ class Executor:
             drawn = keep_last_tokens(
                 sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._table.flat
             )
+            if sampled.allows_nothing is not None:
+                drawn.masked_fill_(sampled.allows_nothing, NOTHING_ALLOWED)
         return StepTensors(
             drawn=drawn,
             logprobs=sampled.logprobs,

@@ -153,13 +153,14 @@ class StepSlots:
 
 NOT_FINITE = -1  # in place of a token, as in `kernels.input_ids`
 _NOT_SAMPLED = -2
+NOTHING_ALLOWED = -3  # in place of a token, where the model's numbers are finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
     """A step's results on the device that are copied to the host."""
 
-    # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
+    # [S] int32  a token, `NOT_FINITE` or `NOTHING_ALLOWED`; None: no row of the step samples
     drawn: Tensor | None
     # [T] bool; None = checking the sampled rows' logits suffices
     is_finite_token: Tensor | None
@@ -214,7 +215,7 @@ class PendingStep:
         """Block until the step has ended; what it drew for rows that sample once.
 
         May be called after `wait`: a rank that follows ends its steps when it likes. Returns a
-        token or `NOT_FINITE` for each of `rows`.
+        token for each of `rows`, or what stands in place of one.
         """
         if self._drawn is None:
             self._slot.timer.wait()
@@ -249,6 +250,7 @@ class PendingStep:
             tokens=tokens,
             logprobs=self._logprob_records(sampled_places.tolist(), token_ids),
             is_finite=(drawn != NOT_FINITE).tolist(),
+            allows_nothing=np.flatnonzero(drawn == NOTHING_ALLOWED).tolist(),
             duration_s=duration_s,
             labels=labels,
             embeddings=embeddings,
@@ -278,6 +280,7 @@ class PendingStep:
         if self._prompt is not None:
             not_finite.update(np.flatnonzero(self._prompt.not_finite()).tolist())
         drafts = self._drafts(places, firsts)
+        allows_nothing = [p for p, line in firsts.items() if drawn[line] == NOTHING_ALLOWED]
         tokens = [
             []
             if place in not_finite or not its_samples
@@ -298,6 +301,7 @@ class PendingStep:
             tokens=tokens,
             logprobs=self._logprobs_of(places, firsts, tokens),
             is_finite=[place not in not_finite for place in range(self._batch.num_rows)],
+            allows_nothing=[place for place in allows_nothing if place not in not_finite],
             duration_s=duration_s,
             labels=labels,
             prompt_logprobs=self._prompt.records() if self._prompt else {},

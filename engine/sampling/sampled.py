@@ -84,6 +84,8 @@ class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: Tensor  # int64 [S]  0 where not finite: must not be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn
+    # bool [S]  nothing of finite logits was allowed; None = every row allows something
+    allows_nothing: Tensor | None = None
     logprobs: LogprobTensors | None  # None = no row asked
     # Of prompt-only rows, whose token must not be used.
     labels: LabelTensors | None = None

@@ -216,7 +216,7 @@ class Sampler:
         drafts: Mapping[int, Sequence[int]],
         behind: Tensor | None,
     ) -> SampledTensors:
-        choice = greedy if greedy is not None else greedy_choice(logits)
+        choice = of_model = greedy if greedy is not None else greedy_choice(logits)
         if self.is_plain(rows):
             return SampledTensors(
                 token_ids=choice.token_ids, is_finite=choice.is_finite, logprobs=None
@@ -236,6 +236,7 @@ class Sampler:
         return SampledTensors(
             token_ids=choice.token_ids,
             is_finite=choice.is_finite,
+            allows_nothing=of_model.is_finite & ~choice.is_finite if adjusted else None,
             logprobs=self._logprobs.read(logits, rows, choice),
             labels=self._labels.read(logits, rows),
         )

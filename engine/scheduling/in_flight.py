@@ -43,16 +43,12 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
         """Each request with its sampled ids and log-probabilities (if asked for), in plan order."""
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
-    def not_finite(self, result: StepResult) -> list[tuple[Request, bool]]:
-        """Requests in a row with numbers that are not finite, and whether they had drafts.
-
-        Nothing was sampled for them.
-        """
-        if all(result.is_finite):
+    def without_token(self, result: StepResult) -> list[int]:
+        """Indices of requests in a row for which nothing could be sampled."""
+        if all(result.is_finite) and not result.allows_nothing:
             return []
-        drafts = self.planned_drafts.drafts
         ended = [i for i, is_finite in enumerate(result.is_finite) if not is_finite]
-        return [(self.requests[i], i in drafts) for i in ended if self.requests[i].row is not None]
+        return [i for i in ended + result.allows_nothing if self.requests[i].row is not None]
 
 
 class StepsInFlight:

@@ -218,12 +218,14 @@ class Scheduler:
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
-        for request, has_drafts in step.not_finite(result):
-            self._leave_as_nonfinite(request)
-            if has_drafts:
+        for i in step.without_token(result):
+            request = step.requests[i]
+            self._leave_without_token(request, is_finite=result.is_finite[i])
+            if i in step.planned_drafts.drafts:
                 self._queue_without_drafts(request)
             else:
-                output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
+                why = _why_nothing_was_drawn(is_finite=result.is_finite[i])
+                output.fail(request, why, "non_finite_logits")
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
@@ -451,13 +453,14 @@ class Scheduler:
         self.drafting.bar(again)
         self._queue_again(again)
 
-    def _leave_as_nonfinite(self, request: Request) -> None:
-        """Take out a request whose numbers are not finite; set its blocks aside to be zeroed.
+    def _leave_without_token(self, request: Request, *, is_finite: bool) -> None:
+        """Take out a request; set its blocks aside to be zeroed if its numbers are not finite.
 
         A step in flight may write more of them; the step that zeroes the blocks runs after it.
         """
         self._unseat(request)
-        request.block_ids = self._blocks.set_aside(request.block_ids)
+        if not is_finite:
+            request.block_ids = self._blocks.set_aside(request.block_ids)
         self._leave(request)
 
     def _unseat(self, request: Request) -> None:
@@ -532,8 +535,8 @@ def _check_limits(
     )
 
 
-def _why_nothing_was_drawn(request: Request) -> str:
+def _why_nothing_was_drawn(*, is_finite: bool) -> str:
     """Reason for the client; a constraint that cannot follow the output allows no token."""
-    if not request.params.is_constrained:
+    if not is_finite:
         return "the model produced a non-finite value"
-    return "the constraint on the output allows no token any more, or a value is not finite"
+    return "the constraint on the output allows no token any more"

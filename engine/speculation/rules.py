@@ -21,7 +21,7 @@ class SpeculationRules:
     max_retry_steps: int = 1024
     min_gain: float = 1.03  # predicted, over the plain step; with less there are no drafts
     short_slack: float = 0.05  # share of the plain step that drafts may add while shorts wait
-    purse_steps: float = 4.0  # plain steps that may be lost at once
+    purse_steps: float = 2.5  # plain steps that may be lost at once
     saved_steps: float = 16.0  # plain steps' time that gains are kept of, for losses later
     refill: float = 0.005  # of a plain step, for each step
 

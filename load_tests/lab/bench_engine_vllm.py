@@ -38,10 +38,12 @@ NUM_DECODE_TOKENS = 1 + DECODE_STEPS + MAX_STEPS_APART
 MORE_SHORT_ROUNDS = 4  # a short prefill's rounds differ more
 GIB = 2**30
 
-# What is set already stays. One process steps the engine; FlashInfer's sampler would be compiled;
-# sums between GPUs do not use multicast.
+# What is set already stays. One process steps the engine; other ranks do not inherit this one's
+# CUDA; FlashInfer's sampler would be compiled; sums between GPUs do not use multicast.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -132,8 +134,7 @@ class VllmBench:
     def _sampling(self, num_new: int) -> Any:  # noqa: ANN401 - vLLM has no types here
         return self._sampling_params(
             max_tokens=num_new,
-            min_tokens=num_new,
-            ignore_eos=True,
+            ignore_eos=True,  # `min_tokens` would mask logits in every step
             temperature=0.0,
             detokenize=False,
         )

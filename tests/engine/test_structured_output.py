@@ -5,6 +5,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import msgspec
@@ -22,6 +23,7 @@ from engine.request import (
     SamplingParams,
     Thinking,
 )
+from engine.scheduling.request_blocks import RequestBlocks
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import Answer, answer, start_engine
@@ -252,6 +254,40 @@ def test_answers_are_the_same_whether_steps_overlap(tokenizing: Tokenizing) -> N
         found.append([(one.tokens, one.finish) for one in answer(engine, requests)])
         assert engine.core.scheduler.statistics().num_preemptions > 0, f"seed {SEED}"
     assert found[0] == found[1]
+
+
+def test_an_answer_that_a_stop_id_ends_where_nothing_may_follow_stays_cached(
+    tokenizing: Tokenizing,
+) -> None:
+    """The step that is then in flight has no token to draw, and its numbers are finite."""
+    prompt = prompt_of(tokenizing)
+    a, b = (prompt_of(tokenizing, letter)[-1] for letter in "ab")
+    params = msgspec.structs.replace(
+        params_of(Constraint(ConstraintKind.REGEX, "a{30}b"), SEED),
+        allowed_token_ids=(a, b),
+        stop_token_ids=(b,),
+    )
+    engine = start_engine(scheduler__overlap=True, cache__block_size=4)
+    with patch.object(RequestBlocks, "set_aside", side_effect=AssertionError("no NaN anywhere")):
+        (found,) = answer(engine, [(prompt, params)])
+        assert found.tokens[-1] == b
+        assert found.finish == "stop"
+        answer(engine, [(prompt + found.tokens, SamplingParams(max_tokens=1))])
+    num_cached = engine.core.scheduler.statistics().num_cached_tokens
+    assert num_cached >= len(prompt) + len(found.tokens) - 5
+
+
+def test_an_answer_behind_which_nothing_may_follow_fails_with_the_reason(
+    tokenizing: Tokenizing,
+) -> None:
+    prompt = prompt_of(tokenizing)
+    a = prompt_of(tokenizing, "a")[-1]
+    params = msgspec.structs.replace(
+        params_of(Constraint(ConstraintKind.REGEX, "a{9}"), SEED), allowed_token_ids=(a,)
+    )
+    engine = start_engine(scheduler__overlap=True)
+    with pytest.raises(AssertionError, match="the constraint on the output allows no token any"):
+        answer(engine, [(prompt, params)])
 
 
 def test_logprobs_are_the_models_own(engine: Engine, tokenizing: Tokenizing) -> None:

@@ -7,11 +7,12 @@ Called on the thread that steps. Two threads beside it wait for copies and make 
 each direction, so that a load never waits for a save. The tier only ever loses blocks: if no block
 of the arena is to be had, or another process is in the way, an evicted block is dropped.
 
-Copies that nobody comes back for are a waste. So when as many blocks were evicted as the arena
-holds, and no worker has found one meanwhile, a sixteenth of the evicted blocks is stored, many
-in a row, until one is found. If what comes back does so too late for the arena, that keeps some of
-it there, where storing all would have kept none: bimodal insertion (Qureshi et al., "Adaptive
-insertion policies for high performance caching", ISCA 2007).
+Copies that nobody comes back for are a waste. So a quarter of the evicted blocks is stored until a
+worker has ever found one, many in a row: where blocks are looked for, one is found soon. And when
+as many were evicted as the arena holds, and none was found meanwhile, a sixteenth is stored until
+one is. If what comes back does so too late for the arena, that keeps some of it there, where
+storing all would have kept none: bimodal insertion (Qureshi et al., "Adaptive insertion policies
+for high performance caching", ISCA 2007).
 
 Knows no requests, no device cache and no tensors.
 """
@@ -43,7 +44,8 @@ _PRIOR_BYTES_S = 2e9
 _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
 _LEARNING_RATE = 0.2
 _COUNT_EVERY_S = 0.1
-_TRIED_SHARE = 16  # where nothing is ever found, 1/16 of what is evicted is stored
+_FIRST_SHARE, _NUM_FIRST_RUNS = 4, 16  # before anything was found, 1/4 is stored, in so many runs
+_TRIED_SHARE = 16  # where nothing is found any more, 1/16 of what is evicted is stored
 _NO_WORD = 0  # of no block: there was none for it
 _COUNTED = ("stored", "known", "dropped", "skipped", "loaded", "corrupt", "gone")
 
@@ -207,7 +209,10 @@ class HostTier:
             self._num_hits, self._num_in_vain = num_hits, 0
         num_rounds, place = divmod(self._num_in_vain, num_blocks)
         self._num_in_vain += num_evicted
-        return num_rounds > 0 and place * _TRIED_SHARE >= num_blocks
+        if num_rounds > 0:
+            return place * _TRIED_SHARE >= num_blocks
+        run = place * _NUM_FIRST_RUNS * _FIRST_SHARE // num_blocks
+        return num_hits == 0 and run % _FIRST_SHARE > 0
 
     def _finish(self, save: _Save) -> None:
         try:

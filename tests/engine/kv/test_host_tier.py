@@ -35,6 +35,7 @@ class World:
             fingerprint=bytes(16),
         )
         assert self.arena.num_blocks == num_arena_blocks
+        self.arena.note_hit()  # else little is stored
         self.mover = StoppedMover(build_mover(self.store, self.arena.blocks))
         self.tier = HostTier(self.arena, self.mover)
 
@@ -192,22 +193,32 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     assert world.tier.statistics().num_dropped == 6
 
 
-def test_where_nothing_is_ever_found_a_sixteenth_is_stored(world: World) -> None:
-    def evict(numbers: range) -> int:
-        """In groups of four; returns how many were stored."""
-        before = world.tier.statistics().num_stored
-        for first in numbers[::4]:
-            world.tier.save([(i % NUM_BLOCKS, name_of(i)) for i in range(first, first + 4)])
-            world.settle()
-        return world.tier.statistics().num_stored - before
+def _evict(world: World, numbers: range, group: int = 4) -> int:
+    """In groups; returns how many were stored."""
+    before = world.tier.statistics().num_stored
+    for first in numbers[::group]:
+        world.tier.save([(i % NUM_BLOCKS, name_of(i)) for i in range(first, first + group)])
+        world.settle()
+    return world.tier.statistics().num_stored - before
 
-    assert evict(range(64)) == 64, "the arena holds as many"
-    assert evict(range(100, 100 + 16 * 64)) == 16 * 4
+
+def test_where_nothing_is_ever_found_a_sixteenth_is_stored(world: World) -> None:
+    assert _evict(world, range(64)) == 64, "the arena holds as many"
+    assert _evict(world, range(100, 100 + 16 * 64)) == 16 * 4
     world.tier.find([name_of(10**6)])
-    assert evict(range(2000, 2000 + 64)) == 4, "it was not there"
+    assert _evict(world, range(2000, 2000 + 64)) == 4, "it was not there"
     assert world.tier.find(world.arena.hashes()[:1])
-    assert evict(range(3000, 3064)) == 64
+    assert _evict(world, range(3000, 3064)) == 64
     assert world.tier.statistics().num_skipped == 17 * 60
+
+
+def test_a_quarter_is_stored_until_something_was_ever_found(world: World) -> None:
+    world.arena._hits[0] = 0
+    world.tier._num_hits = 0
+    assert _evict(world, range(64), group=1) == 16
+    assert _evict(world, range(100, 164), group=1) == 4, "and a sixteenth after that"
+    assert world.tier.find(world.arena.hashes()[:1])
+    assert _evict(world, range(200, 264), group=1) == 64
 
 
 def test_what_another_worker_finds_counts_as_found(world: World) -> None:

@@ -126,6 +126,19 @@ def test_where_nothing_is_allowed_nothing_is_drawn_and_other_rows_are() -> None:
     assert sample(sampler, torch.randn(2, VOCAB), [0, 1]).is_finite == [False, True]
 
 
+def test_nothing_allowed_is_told_from_numbers_that_are_not_finite() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=0))
+    for row, temperature in enumerate((1.0, 0.0, 1.0)):
+        sampler.add(row, held_params(temperature), [1], [])
+    sampler.add(3, SamplingParams(max_tokens=9, temperature=0.0), [1], [])
+    logits = torch.randn(4, VOCAB)
+    logits[2, 5] = torch.nan
+    found = sampler.sample(logits, [0, 1, 2, 3])
+    assert found.is_finite.tolist() == [False, False, False, True]
+    assert found.allows_nothing is not None
+    assert found.allows_nothing.tolist() == [True, True, False, False]
+
+
 def test_behind_a_token_that_the_constraint_does_not_take_nothing_may_follow() -> None:
     sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=2))
     sampler.add(0, held_params(1.0), [1], [0, 9])

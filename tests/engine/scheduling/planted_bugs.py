@@ -122,8 +122,8 @@ class PoisonedBlocksAreNotZeroed(Scheduler):
 
 
 class PoisonedBlocksCanBeFound(Scheduler):
-    def _leave_as_nonfinite(self, request: Request) -> None:
-        super()._leave_as_nonfinite(request)
+    def _leave_without_token(self, request: Request, *, is_finite: bool) -> None:
+        super()._leave_without_token(request, is_finite=is_finite)
         poisoned = self._blocks.nonfinite_block_ids
         for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
             parent = request.block_hashes[i - 1] if i else None

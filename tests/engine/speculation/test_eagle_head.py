@@ -126,7 +126,7 @@ def test_a_head_reads_vectors_beside_k_and_v_in_e4m3(
         engine = start(exact_folder, folder, exact=True, **fp8)
         for _ in range(2):  # from cached prefixes, too
             assert_same(run(engine, some), expected)
-    assert engine.core.scheduler.draft_counts.num_drafted > 40
+    assert engine.core.scheduler.drafting.counts.num_drafted > 40
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])

@@ -37,6 +37,15 @@ def test_nor_where_steps_with_drafts_cost_far_more_than_predicted(surcharge_s: f
     assert simulate(setting).gain >= FLOOR
 
 
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(16, 300), (64, 150), (256, 60)])
+def test_nor_where_they_take_what_they_took_on_a_gpu(num_rows: int, num_steps: int) -> None:
+    """Three drafts of which 2.5 tokens count gain 1.66, 1.21 and 0.81 there."""
+    setting = Setting(num_rows=num_rows, acceptances=[0.69], num_steps=num_steps, is_measured=True)
+    measured = {16: 1.66, 64: 1.21, 256: 0.81}[num_rows]
+    assert fixed_gain(setting, 0.69, 3) == pytest.approx(measured, rel=0.03)
+    assert simulate(setting).gain >= max(FLOOR, 0.9 * measured)
+
+
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_pauses_of_a_busy_machine_do_not_stop_drafts_that_pay(num_rows: int) -> None:
     busy = Setting(
