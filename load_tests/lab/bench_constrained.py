@@ -164,12 +164,12 @@ def write_vocabulary(folder: Path, vocab_size: int, seed: int) -> None:
     rng = random.Random(seed)
     source = SourceText()
     pieces: dict[str, int] = {}
-    text = ""
+    text, place = "", 0
     while len(pieces) < vocab_size:
-        if len(text) < 100_000:
-            text = source.slice(2_000_000, rng)
+        if len(text) - place < 100_000:
+            text, place = source.slice(2_000_000, rng), 0
         num_chars = rng.randint(*_PIECE_CHARS)
-        piece, text = text[:num_chars], text[num_chars:]
+        piece, place = text[place : place + num_chars], place + num_chars
         if all(char.isascii() and (char.isprintable() or char in "\n\t") for char in piece):
             pieces.setdefault(piece.translate(_BYTE_LEVEL), len(pieces))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

@@ -25,6 +25,7 @@ from actors.worker.engine_thread import EngineThread
 from actors.worker.engine_worker import EngineWorker
 from configs.resolved import resolve_scheduler
 from engine.build import Engine
+from engine.build_host_tier import BelowDevice
 from engine.clock import Clock
 from engine.core import EngineCore
 from engine.errors import WorkerError
@@ -66,6 +67,7 @@ class IntegerExecutor(FakeExecutor):
     """Whose blocks can be read and written as bytes, as a handoff does."""
 
     expert_loads = None
+    may_split = False
 
     def statistics(self) -> NoStatistics:
         return NoStatistics()
@@ -172,7 +174,7 @@ def build_integer_engine(
         layout=layout,
         whole_layout=layout,
         rank_stores=(),
-        host_tier=None,
+        below_device=BelowDevice(),
         max_model_len=MAX_MODEL_LEN,
         limits=choose_limits(config, sizes, None),
         cache=cache,
@@ -182,6 +184,7 @@ def build_integer_engine(
         grammars=cast("Any", None),
         outgoing=outgoing,
         core=EngineCore(scheduler, executor, clock, overlap=overlap),
+        draft_passes=None,
         compilations=cast("Any", None),
     )
 
