@@ -5,7 +5,6 @@ tokens, by where the output is. So threads share the rows, each taking the next 
 ended its last. Knows no constraints.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 MIN_ROWS = 4  # with fewer, waking a thread costs more than it does
-MAX_AUTO = 8
 
 Work = Callable[[], object]
-
-
-def auto_threads(device: torch.device) -> int:
-    """How many threads `auto` is: other ranks, calls and messages need cores, too."""
-    if device.type == "cpu":
-        return 1  # the model's own threads have them all
-    return max(1, min(MAX_AUTO, len(os.sched_getaffinity(0)) // 4))
 
 
 class MaskThreads:

@@ -164,12 +164,12 @@ def write_vocabulary(folder: Path, vocab_size: int, seed: int) -> None:
     rng = random.Random(seed)
     source = SourceText()
     pieces: dict[str, int] = {}
-    text, place = "", 0
+    text = ""
     while len(pieces) < vocab_size:
-        if len(text) - place < 100_000:
-            text, place = source.slice(2_000_000, rng), 0
+        if len(text) < 100_000:
+            text = source.slice(2_000_000, rng)
         num_chars = rng.randint(*_PIECE_CHARS)
-        piece, place = text[place : place + num_chars], place + num_chars
+        piece, text = text[:num_chars], text[num_chars:]
         if all(char.isascii() and (char.isprintable() or char in "\n\t") for char in piece):
             pieces.setdefault(piece.translate(_BYTE_LEVEL), len(pieces))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

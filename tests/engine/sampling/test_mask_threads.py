@@ -8,7 +8,7 @@ import torch
 
 from engine.request import SamplingParams, Thinking
 from engine.sampling.constraint import Constraints
-from engine.sampling.mask_threads import MIN_ROWS, MaskThreads, auto_threads
+from engine.sampling.mask_threads import MIN_ROWS, MaskThreads
 from tests.engine.sampling.test_sampler_constraints import HELD, VOCAB, Source
 
 CPU = torch.device("cpu")
@@ -57,15 +57,6 @@ def test_few_rows_are_left_to_the_calling_thread() -> None:
     works = [lambda: names.append(threading.current_thread().name)] * (MIN_ROWS - 1)
     MaskThreads(4).run(works)
     assert set(names) == {threading.current_thread().name}
-
-
-@pytest.mark.parametrize(("num_cpus", "expected"), [(2, 1), (16, 4), (192, 8)])
-def test_auto_leaves_most_cores_to_others(
-    num_cpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(num_cpus))
-    assert auto_threads(torch.device("cuda")) == expected
-    assert auto_threads(CPU) == 1
 
 
 def _constraints(num_threads: int) -> Constraints:
