@@ -367,14 +367,7 @@ class Replica:
         spec = self._spec
         if spec.pooling is not None:
             return Embeddings(is_normalised=spec.pooling.is_normalised)
-        return Sampler(
-            spec.vocab_size,
-            max_rows,
-            spec.eos_token_ids,
-            self._device,
-            self._matchers,
-            self._config.execution.mask_threads,
-        )
+        return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
 
     def _load_model(self) -> CausalLM:
         model = self._config.model

@@ -42,7 +42,7 @@ MAX_RATIO = 1.1
 _WARM_STEPS = 8
 _PIECE_CHARS = (1, 12)
 _BYTE_LEVEL = str.maketrans({" ": "Ġ", "\n": "Ċ", "\t": "ĉ"})
-ENDLESS: Schema = {
+_ENDLESS: Schema = {
     "type": "array",
     "items": {
         "type": "object",
@@ -127,7 +127,7 @@ def endless_trials(folder: Path, seed: int) -> Iterator[None]:
 
 def measure(bench: ConstrainedBench, args: argparse.Namespace, folder: Path) -> list[Figure]:
     """Rounds of the three kinds of steps, and the ratios of their 99th percentiles."""
-    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(ENDLESS, "schema")))
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(_ENDLESS, "schema")))
 
     def steps_ms(num_held: int) -> list[float]:
         return bench.steps_ms(args.rows, num_held, args.prompt_tokens, constraint)
