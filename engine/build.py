@@ -257,8 +257,7 @@ def build_engine(
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(num_own, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
-    hasher = _build_hasher(key, model_fingerprint, layout)
-    outgoing = _build_outgoing(cache, notify)
+    hasher, outgoing = _build_hasher(key, model_fingerprint, layout), _build_outgoing(cache, notify)
     parts = max_model_len, cache, hasher, outgoing, tiers, drafting
     return Engine(
         spec=spec,
