@@ -242,23 +242,23 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
-    num_own = comm.rank.size if spec.has_dp_attention else 1
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        store, holds = measured.executor.kv_store, _overlaps(config)
+        holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
+        executor, store = measured.executor, measured.executor.kv_store
         stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        given_below = config, role, key, store, whole, comm
-        below = build_below_device(*given_below, has_own_blocks=num_own > 1)
+        below = build_below_device(config, role, key, spec, store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, store.num_blocks)
-    tiers = below.of_ranks(num_own, store.num_blocks)
+    tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
-    hasher, outgoing = _build_hasher(key, model_fingerprint, layout), _build_outgoing(cache, notify)
-    parts = max_model_len, cache, hasher, outgoing, tiers, drafting
+    hasher = _build_hasher(key, model_fingerprint, layout)
+    outgoing = _build_outgoing(cache, notify)
+    scheduled = max_model_len, cache, hasher, outgoing, tiers, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -268,12 +268,12 @@ def build_engine(
         limits=measured.limits,
         cache=cache,
         hasher=hasher,
-        executor=measured.executor,
+        executor=executor,
         kv_store=store,
         grammars=grammars,
         outgoing=outgoing,
         below_device=below,
-        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        core=_build_core(config, _build_scheduler(spec, measured, *scheduled), measured, clock),
         draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,

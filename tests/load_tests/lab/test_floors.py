@@ -83,6 +83,15 @@ def test_a_row_reads_its_keys_and_values_and_writes_one_of_each(spec: ModelSpec)
     assert decode_floor_s(1, 100, spec, "float32", ONLY_BYTES) == 2 * of_one
 
 
+def test_drafts_are_more_tokens_that_read_a_rows_keys_together(spec: ModelSpec) -> None:
+    kv_bytes = 36 * 2 * 8 * 128 * 2
+    plain = decode_floor_s(3, 100, spec, "bfloat16", ONLY_BYTES)
+    drafted = decode_floor_s(3, 100, spec, "bfloat16", ONLY_BYTES, num_queries=4)
+    assert drafted - plain == 9 * (kv_bytes + 2 * 4096)  # of nine drafts, and rows of the embedding
+    plain = decode_floor_s(3, 100, spec, "bfloat16", ONLY_FLOPS)
+    assert decode_floor_s(3, 100, spec, "bfloat16", ONLY_FLOPS, num_queries=4) == 4 * plain
+
+
 def test_a_decode_works_context_is_the_average_over_its_steps(spec: ModelSpec) -> None:
     steps = [decode_floor_s(64, 128 + i, spec, "bfloat16", ONLY_BYTES) for i in range(1, 129)]
     assert floor_s(DECODES[2], spec, "bfloat16", ONLY_BYTES) == pytest.approx(sum(steps) / 128)
