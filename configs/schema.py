@@ -199,9 +199,6 @@ class ExecutionConfig(_Section, frozen=True):
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
     expert_load_steps: Annotated[int, Meta(ge=0)] = 0
-    # So many threads compute the masks of structured output, which a step waits for: 10 us to 2 ms
-    # a row, of 150,000 tokens. auto = 1 on a CPU, else a quarter of the cores, up to 8.
-    mask_threads: Annotated[int, Meta(ge=1, le=64)] | Auto = 1
 
 
 class SpeculationConfig(_Section, frozen=True):
