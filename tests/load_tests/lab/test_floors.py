@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from load_tests.lab.floors import (
     H200,
@@ -20,6 +19,7 @@ from load_tests.lab.floors import (
 )
 from load_tests.lab.shapes import WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES, LONG_PREFILLS, Kind, Work
+from tests.harness.weight_counts import num_parameters
 
 ONLY_BYTES = Machine(bytes_per_s=1.0, flops_per_s=float("inf"))
 ONLY_FLOPS = Machine(bytes_per_s=float("inf"), flops_per_s=1.0)
