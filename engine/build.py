@@ -232,36 +232,33 @@ def build_engine(
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
-    the same key share an arena on each machine, and whoever builds one closes it. `model`: the
-    model of an engine that is gone and had an equal model section; None = load it. `role`: whether
-    and where to KV moves. `comm`: to the other ranks, as many as workers.tensor_parallel_size,
-    which build at the same time; hung up if this raises. Raises ConfigError when the model folder
-    and config cannot be served, and WorkerError when another rank could not build.
+    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with the
+    same key share an arena on each machine, and whoever builds one closes it. `model`: of an engine
+    that is gone and had an equal model section; None = load it. `role`: whether and where to KV
+    moves. `comm`: to the other ranks, which build at the same time; hung up if this raises. Raises
+    ConfigError for a folder or a config that cannot be served, WorkerError if another rank could
+    not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = read_folder(config, comm.rank)
-    num_own = comm.rank.size if spec.has_dp_attention else 1
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        others = grammars, clock, comm
-        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
-        executor = measured.executor
-        stores = _share_stores(comm, role, spec, executor.kv_store, whole)
+        holds = _overlaps(config)
+        drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
+        executor, store = measured.executor, measured.executor.kv_store
+        stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        others = executor.kv_store, whole, comm
-        below = build_below_device(config, role, key, *others, has_own_blocks=num_own > 1)
+        below = build_below_device(config, role, key, spec, store, whole, comm)
     compilations.reset()
-    max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
-    num_blocks = executor.kv_store.num_blocks
-    tiers = below.of_ranks(num_own, num_blocks)
-    cache = _build_caches(config, num_blocks, tiers)
+    max_model_len = context_length(config, spec, store.num_blocks)
+    tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
+    cache = _build_caches(config, store.num_blocks, tiers)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = _build_outgoing(cache, notify)
-    parts = max_model_len, cache, hasher, outgoing, tiers, drafting
+    scheduled = max_model_len, cache, hasher, outgoing, tiers, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -272,11 +269,11 @@ def build_engine(
         cache=cache,
         hasher=hasher,
         executor=executor,
-        kv_store=executor.kv_store,
+        kv_store=store,
         grammars=grammars,
         outgoing=outgoing,
         below_device=below,
-        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
+        core=_build_core(config, _build_scheduler(spec, measured, *scheduled), measured, clock),
         draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,

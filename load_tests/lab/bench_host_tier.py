@@ -2,6 +2,7 @@
 
     python -m load_tests.lab.bench_host_tier
     python -m load_tests.lab.bench_host_tier --device cuda --shapes qwen3-8b --scale 4 --host-gib 64
+    python -m load_tests.lab.bench_host_tier_vllm --shapes qwen3-8b ...     # the same turns on vLLM
 
 The turns of a scenario's conversations, in the order in which they are due, one at a time: so a
 first token waits for its own prompt alone. Conversations are scaled in their lengths; their ends
@@ -16,8 +17,9 @@ import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -112,6 +114,12 @@ class Result:
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
+    def note_first(self, seconds: float, ask: Ask) -> None:
+        """The first token of an answer has come."""
+        self.first_s.append(seconds)
+        if ask.number > 0:
+            self.later_s.append(seconds)
+
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
         later_ms = [1e3 * s for s in self.later_s]
@@ -131,14 +139,21 @@ class Result:
         ]
 
 
-def run(
-    ours: EngineInProcess, sessions: Sequence[Session], gap_s: float, *, grows: bool, salt: int
+def play(
+    ask_one: Callable[[list[int], Ask, Result], None],
+    vocab_size: int,
+    sessions: Sequence[Session],
+    gap_s: float,
+    *,
+    grows: bool,
+    salt: int,
 ) -> Result:
     """Ask all turns, one after the other; unless it `grows`, each turn has a prompt of its own.
 
-    salt: one salt, the same prompts.
+    ask_one: answers a prompt, and notes the answer's tokens and times. salt: one salt, the same
+    prompts.
     """
-    vocab_size, result = ours.engine.spec.vocab_size, Result()
+    result = Result()
     said = [IdDialogue(Content(salt=salt, vocab_size=vocab_size)) for _ in sessions]
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     for ask in in_order(sessions, gap_s):
@@ -149,10 +164,19 @@ def run(
             pieces = [piece for turn in turns for piece in turn.pieces]
             dialogue = IdDialogue(Content(salt=salt + 1 + ask.turn.index, vocab_size=vocab_size))
         prompt = dialogue.ask(pieces)
-        _ask(ours, [i for i in prompt if isinstance(i, int)], ask, result)
+        ask_one([i for i in prompt if isinstance(i, int)], ask, result)
         dialogue.hear("", result.tokens[-1], pieces[0])
     result.wall_s = time.perf_counter() - began_s
     result.cpu_s = time.process_time() - began_cpu_s
+    return result
+
+
+def run(
+    ours: EngineInProcess, sessions: Sequence[Session], gap_s: float, *, grows: bool, salt: int
+) -> Result:
+    """As `play`, on an engine of ours."""
+    vocab_size = ours.engine.spec.vocab_size
+    result = play(partial(_ask, ours), vocab_size, sessions, gap_s, grows=grows, salt=salt)
     tier = ours.engine.load().host_tier
     if tier is not None:
         result.num_loaded_tokens = tier.num_loaded * BLOCK_SIZE
@@ -174,10 +198,7 @@ def _ask(ours: EngineInProcess, prompt: list[int], ask: Ask, result: Result) -> 
             has_news.wait(core.idle_s(IDLE_WAIT_S))
         for _, record in output.tokens:
             if not tokens:
-                first_s = time.perf_counter() - began_s
-                result.first_s.append(first_s)
-                if ask.number > 0:
-                    result.later_s.append(first_s)
+                result.note_first(time.perf_counter() - began_s, ask)
                 result.num_found_tokens += record.num_cached_tokens or 0
             tokens.append(record.token_id)
     result.num_prompt_tokens += len(prompt)
@@ -251,8 +272,8 @@ class Runner:
             ours.engine.close()
 
 
-def main() -> None:
-    args = build_parser().parse_args()
+def draw(args: argparse.Namespace) -> tuple[list[Session], int]:
+    """The conversations, and how many blocks the cache has; prints both."""
     scenario = read_scenario(args.scenario)
     scenario = msgspec.structs.replace(scenario, duration_s=args.duration_s, seed=args.seed)
     sessions = [scaled(s, args.scale, args.max_model_len - 1) for s in draw_sessions(scenario)]
@@ -263,6 +284,12 @@ def main() -> None:
         f"{len(sessions)} conversations, {len(asks)} turns; working set {most} tokens, cache"
         f" {num_blocks} blocks of {BLOCK_SIZE} ({num_blocks * BLOCK_SIZE / most:.2f} of it)"
     )
+    return sessions, num_blocks
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    sessions, num_blocks = draw(args)
     rows = [HEADER]
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_shapes(args.shapes, Path(scratch)) if args.shapes else None

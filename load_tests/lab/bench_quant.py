@@ -3,6 +3,7 @@
     python -m load_tests.lab.bench_quant                        # everything, into a table
     python -m load_tests.lab.bench_quant --formats int4 --kinds gated --tokens 1 64 --tune
     python -m load_tests.lab.bench_quant --formats fp8-row --tokens 16 64 --ways rounded --tune
+    python -m load_tests.lab.bench_quant --formats fp8-row fp8-block --ways many cutlass deepgemm
 
 Kernels are compiled first, in processes side by side. Each is then held against float64 of the same
 quantised numbers, and a CUDA graph computes one product with each of several weights, more than the
@@ -14,7 +15,8 @@ why. The floor is the weight's bytes over the memory's rate or the operations ov
 whose inputs were coded before, without the time that this takes: the engine runs one of them after
 a norm, and after a gate of more than 16 tokens one in groups of 128 columns (`rounded-128`,
 `pieces-128`). `one` multiplies one token without matrix units, `weights` decodes weights in
-registers, `many` is what the engine runs for many tokens. `--tune` tries other tilings of `one`,
+registers, `many` is what the engine runs for many tokens. `scaled_mm` is torch's product, `cutlass`
+and `deepgemm` are an installed vLLM's (vllm_products.py). `--tune` tries other tilings of `one`,
 `weights`, `pieces` and `rounded`, and of products of FP8 tiles.
 """
 
@@ -50,6 +52,7 @@ from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200
+from load_tests.lab.vllm_products import vllm_ways
 from load_tests.tables import render_rows
 
 # Weight rows (gate's and up's together) and columns.
@@ -186,6 +189,9 @@ def ways_of(
         yield from _coded_ways(weight_format, maps, num_tokens, gated=gated, tune=tune)
     if is_rounded and num_tokens >= 16:
         yield from _rounded_ways(weight_format, weights, maps, gated=gated, tune=tune)
+    if is_rounded:
+        for name, products in vllm_ways(weight_format, weights, num_tokens):
+            yield Way(name=name, products=products, is_rounded=True)
 
 
 def _rounded_ways(
