@@ -124,7 +124,8 @@ def check_stream(seed: str, num_ranks: str) -> None:
     parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(3)]
     residual, weight = _draw((num_rows, width), torch.float32), _draw((width,), torch.float32)
     slot_bytes = DEPTH * size * num_blocks * PIECE_BYTES
-    memories = [torch.zeros((DATA_BEGINS + 2 * slot_bytes) // 8, dtype=torch.int64) for _ in parts]
+    num_words = (DATA_BEGINS + 2 * slot_bytes) // 8
+    memories = [torch.zeros(num_words, dtype=torch.int64) for _ in range(size)]
     found = [torch.zeros(len(parts), 2, num_rows, width) for _ in range(size)]
     for shared in (*memories, *found):
         shared.share_memory_()
@@ -132,9 +133,7 @@ def check_stream(seed: str, num_ranks: str) -> None:
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
-        view = PeerMemory(
-            rank=rank, memories=tuple(memories[:size]), count=count, max_blocks=num_blocks
-        )
+        view = PeerMemory(rank=rank, memories=tuple(memories), count=count, max_blocks=num_blocks)
         assert fits_stream(residual, view)
         for call, own in enumerate(parts):
             given = own[rank].clone(), residual.clone(), weight, EPS, view
