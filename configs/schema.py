@@ -36,7 +36,7 @@ class AttentionConfig(_Section, frozen=True):
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one
     # A Python function as module:function, which workers import and run: it takes keys away from
-    # queries of all layers, by their positions. flex and reference alone; see operations.
+    # queries of all layers, by their positions. flex and reference alone; see docs/models.md.
     mask: Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
 
 
@@ -70,7 +70,7 @@ class CacheConfig(_Section, frozen=True):
     # Of a GPU's memory, at most, taken by everything together when num_blocks is None.
     gpu_memory_utilization: Share = 0.9
     # What K and V are kept as: auto = as the model computes them; fp8_e4m3 = in half the bytes, see
-    # docs/operations.md.
+    # docs/models.md.
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     # kv_dtype fp8_e4m3: a safetensors file with scales, as `python -m engine.kv_calibration` writes
     # it. None = those in the model's files; where there are none, 1 everywhere.
@@ -179,7 +179,7 @@ class ExecutionConfig(_Section, frozen=True):
     # beside the others; 0 = none. Others use 1024; on an H200 16 gains 1 to 3 %, 256 loses 20 %.
     dual_stream_token_threshold: Annotated[int, Meta(ge=0)] = 0
     # A step computes as two batches, one while the other adds its outputs over the ranks. Steps
-    # with prompts only where they replay no graph. On one host it loses; see operations.
+    # with prompts only where they replay no graph. On one host it loses; see several_gpus.md.
     enable_two_batch_overlap: bool = False
     # A prompt is cut in two where a boundary between requests would leave a batch with less than
     # this share of the tokens.
@@ -199,9 +199,6 @@ class ExecutionConfig(_Section, frozen=True):
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
     expert_load_steps: Annotated[int, Meta(ge=0)] = 0
-    # So many threads compute the masks of structured output, which a step waits for: 10 us to 2 ms
-    # a row, of 150,000 tokens. auto = 1 on a CPU, else a quarter of the cores, up to 8.
-    mask_threads: Annotated[int, Meta(ge=1, le=64)] | Auto = 1
 
 
 class SpeculationConfig(_Section, frozen=True):

@@ -232,11 +232,12 @@ def build_engine(
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
-    the same key share an arena on each machine, and whoever builds one closes it. `model`: of an
-    engine that is gone and had an equal model section; None = load it. `role`: whether and where to
-    KV moves. `comm`: to ranks that build at the same time; hung up if this raises ConfigError, or
-    WorkerError where another rank could not build.
+    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with the
+    same key share an arena on each machine, and whoever builds one closes it. `model`: of an engine
+    that is gone and had an equal model section; None = load it. `role`: whether and where to KV
+    moves. `comm`: to the other ranks, which build at the same time; hung up if this raises. Raises
+    ConfigError for a folder or a config that cannot be served, WorkerError if another rank could
+    not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -245,13 +246,12 @@ def build_engine(
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        others = grammars, clock, comm
-        drafting = build_drafting(config, spec, measured, *others, holds=_overlaps(config))
-        store = measured.executor.kv_store
+        holds = _overlaps(config)
+        drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
+        executor, store = measured.executor, measured.executor.kv_store
         stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        parts = store, whole, comm
-        below = build_below_device(config, role, key, *parts, has_own_blocks=spec.has_dp_attention)
+        below = build_below_device(config, role, key, spec, store, whole, comm)
     compilations.reset()
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
@@ -268,7 +268,7 @@ def build_engine(
         limits=measured.limits,
         cache=cache,
         hasher=hasher,
-        executor=measured.executor,
+        executor=executor,
         kv_store=store,
         grammars=grammars,
         outgoing=outgoing,

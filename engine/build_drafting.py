@@ -265,7 +265,7 @@ def _drafting_replica(
             enable_two_batch_overlap=False,
             round_expert_inputs_from=None,
         ),
-        speculation=SpeculationConfig(),
+        speculation=_attending_as(config.speculation) if spec.latent else SpeculationConfig(),
     )
     if model is None:  # whatever the target's experts are
         workers = msgspec.structs.replace(
@@ -279,6 +279,16 @@ def _drafting_replica(
     layout, part = rank_layout(replaced, spec, comm.rank, kv_scales), spec.of_rank(comm.rank)
     given = replaced, part, layout, target.measured.sizes, model, target.grammars
     return Replica(*given, comm=comm, kv_scales=kv_scales)
+
+
+def _attending_as(target: SpeculationConfig) -> SpeculationConfig:
+    """Of a model that drafts: as many tokens of a row as the target's by the same backend.
+
+    Only of latent attention, whose backend of prompts needs true lengths on the host.
+    """
+    return SpeculationConfig(
+        attention_backend=target.attention_backend, max_drafts=target.max_drafts
+    )
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:

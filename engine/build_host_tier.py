@@ -21,6 +21,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.messages import Role
+from engine.models.spec import ModelSpec
 from engine.ranks.block_parts import BlockParts, RankPart, share_arena
 from engine.ranks.own_moves import OwnBlocks, OwnMoves
 
@@ -51,23 +52,22 @@ def build_below_device(
     config: AppConfig,
     role: Role,
     block_key: bytes,
+    spec: ModelSpec,
     store: KvStore,
     whole: KvLayout,
     comm: Comm,
-    *,
-    has_own_blocks: bool,
 ) -> BelowDevice:
-    """Every rank calls it at the same point.
-
-    has_own_blocks: as of `share_stores`. Raises ConfigError if there is no room for the arena, or
-    it is another model's, and WorkerError if another rank could not take part.
+    """Every rank calls it at the same point. Raises ConfigError if there is no room for the arena,
+    or it is another model's, and WorkerError if another rank could not take part.
 
     A decode worker has none: its reservations look for blocks on the device only.
     """
     if config.cache.host_gib == 0 or role == "decode":
         return BelowDevice()
     size = comm.rank.size
-    parts = OwnBlocks(store.num_blocks, size) if has_own_blocks else BlockParts(whole, size)
+    parts: BlockParts | OwnBlocks = BlockParts(whole, size)
+    if spec.has_dp_attention:
+        parts = OwnBlocks(store.num_blocks, size)
     if comm.rank.index > 0:
         mover = share_arena(comm, None, store, parts)
         return BelowDevice(parts=parts, part=parts.follow(comm.rank.index, mover))

@@ -159,6 +159,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.build_drafting": ("configs.schema", "engine"),
     "engine.build_host_tier": (
+        "engine.models.spec",
         "configs.schema",
         "engine.kv",
         "engine.layers.context",

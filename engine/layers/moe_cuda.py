@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.expert_order import take_orders
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.moe import MAX_JOINED_TOKENS, SharedOutput
 from engine.layers.quantized_cuda import check_dtype, check_e4m3, four_bit_codes, unreadable
@@ -31,6 +32,7 @@ from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import ExpertWeight, grouped_down, grouped_gate_up
 from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_experts, supports_mxfp4
+from kernels.moe.route_rows import route_rows
 from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
 from kernels.moe.shared import SharedMatrices
@@ -125,8 +127,8 @@ class TritonExperts:
     """See `kernels.moe`; all launches are of sizes known on the host, so that they are captured."""
 
     __slots__ = (
-        *("_down", "_form", "_gate_up", "_is_deterministic", "_num_active", "_one_each", "_plan"),
-        *("_rounded", "_rounded_from", "_shape"),
+        *("_down", "_form", "_gate_up", "_is_deterministic", "_num_active", "_one_each", "_order"),
+        *("_plan", "_rounded", "_rounded_from", "_shape"),
     )
 
     def __init__(
@@ -141,9 +143,11 @@ class TritonExperts:
     ) -> None:
         """gate_up: [held, 2 I, hidden], rows of gate first; down: [held, hidden, I].
 
-        num_experts: those of all ranks, which share a step's tokens; None = the held. Raises
-        ConfigError for quantised weights that no kernel reads.
+        Memory of quantised weights may be written anew. num_experts: those of all ranks, which
+        share a step's tokens; None = the held. Raises ConfigError for quantised weights that no
+        kernel reads.
         """
+        gate_up, down, self._order = take_orders(gate_up, down)
         self._gate_up = _operand(gate_up, is_gated=True)
         self._down = _operand(down, is_gated=False)
         self._form = form
@@ -176,12 +180,14 @@ class TritonExperts:
         if from_tokens is None:
             return
         assert not self._is_deterministic, "in deterministic mode no inputs are rounded"
-        self._rounded = rounded_experts(self._gate_up, self._down, self._shape, self._form)
+        if self._order is None:
+            self._rounded = rounded_experts(self._gate_up, self._down, self._shape, self._form)
         if self._rounded is None:
             raise ConfigError(
                 "execution.round_expert_inputs_from: no kernel rounds the inputs of these experts;"
                 " it takes a Hopper GPU and experts in FP8 (of which config.json says that inputs"
-                " are rounded) or in integers of 4 bits, without biases; leave it out"
+                " are rounded) or in integers of 4 bits, without biases and activation order; leave"
+                " it out"
             )
         self._rounded_from = from_tokens
 
@@ -213,11 +219,19 @@ class TritonExperts:
         makes_matrices = num_tokens >= plan.matrices_from
         blocks = self._blocks(routes.ids, gate_up_tile.block_m)
         weight = _matrices(self._gate_up, x.dtype) if makes_matrices else self._gate_up
-        inner = grouped_gate_up(x, weight, routes, blocks, gate_up_tile, self._form)
+        rows, each = self._in_order(x, routes)
+        inner = grouped_gate_up(rows, weight, each, blocks, gate_up_tile, self._form)
         del weight  # both at once would take half as much memory again
         weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
         outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
         return combine.combine(outputs, routes, output, gate)
+
+    def _in_order(self, x: Tensor, routes: Routes) -> tuple[Tensor, Routes]:
+        """A row for every route, as if it were a token's; where inputs are in order, as given."""
+        if self._order is None:
+            return x, routes
+        each = Routes(ids=routes.ids.view(-1, 1), weights=routes.weights.view(-1, 1))
+        return route_rows(x, routes.ids, self._order), each
 
     def _compute_few(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         assert isinstance(self._gate_up, Tensor), "a plan of quantised experts has no few"
@@ -279,11 +293,7 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxf
     assert weight.scales is not None, f"{weight.format} without scales"
     scales = compacted(weight.scales)
     check_dtype(scales)
-    if scales.order is not None:
-        raise ConfigError(
-            "4-bit weights of experts with an order of inputs of their own (desc_act, actorder) are"
-            " not computed on a GPU; use weights without activation order"
-        )
+    assert scales.order is None, "its rows or inputs are in order by now"
     codes, values = Codes.FP8, scales.values
     if weight.format is not WeightFormat.FP8:
         codes, values = four_bit_codes(scales)

@@ -3,7 +3,6 @@
 The loader allocates by this definition, and a folder is checked against it.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -266,25 +265,3 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec) -> Iterator[_Linear]:
         yield "shared_down", (f"{shared}.{names.down}",), (hidden,), size, False
         if mixture.has_shared_gate:
             yield "shared_gate", (f"{block}.{names.shared}_gate",), (1,), hidden, False
-
-
-def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Published name -> shape, of every tensor that the model needs."""
-    groups = [outer_tensors(spec), *(layer_tensors(spec, i) for i in range(spec.num_layers))]
-    return {
-        name: shape
-        for group in groups
-        for tensor in group.values()
-        for name, shape in tensor.part_shapes()
-    }
-
-
-def num_parameters(spec: ModelSpec, rank: Rank = WHOLE_MODEL) -> int:
-    """Numbers in one rank's tensors; a tied head counts once."""
-    groups = [outer_tensors(spec), *(layer_tensors(spec, i) for i in range(spec.num_layers))]
-    return sum(
-        math.prod(tensor.of_rank(rank).shape)
-        for group in groups
-        for tensor in group.values()
-        if tensor.is_on(rank)
-    )

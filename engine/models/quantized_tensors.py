@@ -234,9 +234,10 @@ def _check_parts(tensor: StackedTensor, quantization: Quantization, rank: Rank) 
         module = name.removesuffix(_SUFFIX)
         Portion.of(tensor, name, rank).slices(quantization, module)
         if quantization.must_have_order and tensor.split is Split.COLUMNS:
+            whole = ", workers.expert_parallel" if tensor.num_experts is not None else ""
             raise ConfigError(
                 f"{module}: {rank.size} ranks cannot share inputs in an order of their own"
-                " (g_idx); use one rank, or weights without activation order"
+                f" (g_idx); use one rank{whole} or weights without activation order"
             )
 
 

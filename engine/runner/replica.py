@@ -47,7 +47,6 @@ from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
-from engine.sampling.mask_threads import auto_threads
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.masks import load_mask_function
@@ -368,10 +367,7 @@ class Replica:
         spec = self._spec
         if spec.pooling is not None:
             return Embeddings(is_normalised=spec.pooling.is_normalised)
-        asked, device = self._config.execution.mask_threads, self._device
-        mask_threads = auto_threads(device) if asked == "auto" else asked
-        given = spec.eos_token_ids, device, self._matchers, mask_threads
-        return Sampler(spec.vocab_size, max_rows, *given)
+        return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
 
     def _load_model(self) -> CausalLM:
         model = self._config.model

@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from engine.request import Constraint, SamplingParams, Thinking
 from engine.sampling.feature import Ahead, positions_of
-from engine.sampling.mask_threads import MaskThreads
 from kernels.sampling.mask_words import TOKENS_PER_WORD, num_mask_words
 from kernels.sampling.token_mask import ban_tokens
 
@@ -69,17 +67,12 @@ class Constraints:
         eos_token_ids: tuple[int, ...],
         matchers: Matchers,
         device: torch.device,
-        threads: MaskThreads | None = None,
     ) -> None:
-        """On a GPU, compiles the kernel now, so that no constrained row has to wait for it.
-
-        threads: compute the rows' masks; None = the calling one does.
-        """
+        """On a GPU, compiles the kernel now, so that no constrained row has to wait for it."""
         self._num_words = num_mask_words(vocab_size)
         self._eos_token_ids = eos_token_ids
         self._source = matchers
         self._device = device
-        self._threads = threads or MaskThreads(1)
         self._matchers: dict[int, Matcher] = {}  # row -> matcher that has accepted all its tokens
         if device.type == "cuda":
             self._ban(torch.zeros((1, vocab_size), device=device), [0], self._new_packed(1))
@@ -131,16 +124,15 @@ class Constraints:
             return
         packed = self._new_packed(len(positions))
         masks = self._masks(packed, len(positions))
-        lines: dict[int, list[_Line]] = {}
+        guesses: dict[int, _Guess] = {}
         for line, position in enumerate(positions):
-            drafts = () if ahead is None else ahead[position]
-            lines.setdefault(rows[position], []).append((line, drafts))
-        self._threads.run(
-            [
-                partial(_fill_lines, self._matchers[row], masks, of_row)
-                for row, of_row in lines.items()
-            ]
-        )
+            row = rows[position]
+            matcher: Matcher | None = self._matchers[row]
+            if ahead is not None and ahead[position]:
+                guess = guesses.setdefault(row, _Guess(self._matchers[row]))
+                matcher = guess.after(ahead[position])
+            if matcher is not None:
+                matcher.fill_next_token_bitmask(masks, line)
         self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
@@ -162,21 +154,6 @@ class Constraints:
         packed[:num_lines] = torch.tensor(positions, dtype=torch.int32)
         sent = packed.to(self._device, non_blocking=True)
         ban_tokens(logits, sent[:num_lines], self._masks(sent, num_lines))
-
-
-_Line = tuple[int, Sequence[int]]  # of a mask, and the drafts before it
-
-
-def _fill_lines(matcher: Matcher, masks: Tensor, lines: Sequence[_Line]) -> None:
-    """Write all lines of one row; each has the drafts of the one before, and more."""
-    guess: _Guess | None = None
-    for line, drafts in lines:
-        follower: Matcher | None = matcher
-        if drafts:
-            guess = guess or _Guess(matcher)
-            follower = guess.after(drafts)
-        if follower is not None:
-            follower.fill_next_token_bitmask(masks, line)
 
 
 class _Guess:

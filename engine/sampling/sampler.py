@@ -17,7 +17,6 @@ from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
 from engine.sampling.feature import Ahead, LogitFeature, at, lines_ahead, positions_of
 from engine.sampling.logprobs import Labels, Logprobs
-from engine.sampling.mask_threads import MaskThreads
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
 from engine.sampling.sampled import LogprobTensors, SampledTensors
 from engine.sampling.staging import Staging
@@ -84,23 +83,15 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
         matchers: Matchers | None = None,
-        mask_threads: int = 1,
     ) -> None:
-        """matchers: for rows with a constraint; None = no row has one.
-
-        mask_threads: compute the masks of such rows, the calling one among them.
-        """
+        """matchers: for rows with a constraint; None = no row has one."""
         assert all(0 <= i < vocab_size for i in eos_token_ids), f"eos ids {eos_token_ids}"
         staging = Staging(torch.device(device))
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._staging = staging
         self._constraints = Constraints(
-            vocab_size,
-            eos_token_ids,
-            matchers or NoMatchers(),
-            staging.device,
-            MaskThreads(mask_threads),
+            vocab_size, eos_token_ids, matchers or NoMatchers(), staging.device
         )
         self._adjustments: tuple[LogitFeature, ...] = (  # for greedy rows too
             LogitBias(vocab_size, staging),

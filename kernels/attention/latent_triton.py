@@ -74,6 +74,7 @@ class TritonLatent:
     """A `GraphLatent`; keeps no state of a step."""
 
     can_capture_prompts = True
+    reads_single_lengths_on_device = True  # keys of prompts are made, as many as the host says
 
     def __init__(
         self,

@@ -89,9 +89,15 @@ class Phases:
 
     @property
     def reads_lengths_on_device(self) -> bool:
-        """Whether steps may have other numbers of keys there than the host's, which are bounds."""
-        backends = self._prefill, self._decode, self._verify or self._prefill
-        return all(getattr(backend, "reads_lengths_on_device", False) for backend in backends)
+        """Whether steps may have other numbers of keys there than the host's, which are bounds.
+
+        Rows that verify drafts, by a backend of their own, leave none for prompts' whose number the
+        host does not know: all others of several tokens are prompts.
+        """
+        if self._verify is None:
+            return _reads_lengths(self._prefill) and _reads_lengths(self._decode)
+        decodes = _reads_lengths(self._decode) or _reads_single_lengths(self._decode)
+        return decodes and _reads_lengths(self._verify)
 
     @property
     def can_capture_verification(self) -> bool:
@@ -222,6 +228,14 @@ class PhasedAttention(Phases):
                 scales,
             )
         return out
+
+
+def _reads_lengths(backend: StepPlanner) -> bool:
+    return getattr(backend, "reads_lengths_on_device", False)
+
+
+def _reads_single_lengths(backend: StepPlanner) -> bool:
+    return getattr(backend, "reads_single_lengths_on_device", False)
 
 
 def _plan_part(backend: StepPlanner, step: AttentionStep, start: int) -> _Part:

@@ -42,7 +42,7 @@ MAX_RATIO = 1.1
 _WARM_STEPS = 8
 _PIECE_CHARS = (1, 12)
 _BYTE_LEVEL = str.maketrans({" ": "Ġ", "\n": "Ċ", "\t": "ĉ"})
-ENDLESS: Schema = {
+_ENDLESS: Schema = {
     "type": "array",
     "items": {
         "type": "object",
@@ -127,7 +127,7 @@ def endless_trials(folder: Path, seed: int) -> Iterator[None]:
 
 def measure(bench: ConstrainedBench, args: argparse.Namespace, folder: Path) -> list[Figure]:
     """Rounds of the three kinds of steps, and the ratios of their 99th percentiles."""
-    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(ENDLESS, "schema")))
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(_ENDLESS, "schema")))
 
     def steps_ms(num_held: int) -> list[float]:
         return bench.steps_ms(args.rows, num_held, args.prompt_tokens, constraint)
@@ -164,12 +164,12 @@ def write_vocabulary(folder: Path, vocab_size: int, seed: int) -> None:
     rng = random.Random(seed)
     source = SourceText()
     pieces: dict[str, int] = {}
-    text, place = "", 0
+    text = ""
     while len(pieces) < vocab_size:
-        if len(text) - place < 100_000:
-            text, place = source.slice(2_000_000, rng), 0
+        if len(text) < 100_000:
+            text = source.slice(2_000_000, rng)
         num_chars = rng.randint(*_PIECE_CHARS)
-        piece, place = text[place : place + num_chars], place + num_chars
+        piece, text = text[:num_chars], text[num_chars:]
         if all(char.isascii() and (char.isprintable() or char in "\n\t") for char in piece):
             pieces.setdefault(piece.translate(_BYTE_LEVEL), len(pieces))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

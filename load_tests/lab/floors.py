@@ -48,18 +48,27 @@ def floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> fl
 
 
 def decode_floor_s(
-    num_rows: int, num_keys: float, spec: ModelSpec, dtype: KvDtype, machine: Machine
+    num_rows: int,
+    num_keys: float,
+    spec: ModelSpec,
+    dtype: KvDtype,
+    machine: Machine,
+    *,
+    num_queries: int = 1,
 ) -> float:
-    """One step of `num_rows` rows that attend to `num_keys` keys each, their own included."""
-    keys = _attended_keys(num_keys, spec)
+    """One step of `num_rows` rows that attend to `num_keys` keys each, their own included.
+
+    num_queries: tokens of each row, which its drafts are and one more; keys are read once for all.
+    """
+    keys, num_tokens = _attended_keys(num_keys, spec), num_rows * num_queries
     # Of the head and of the embedding.
-    num_outer = head_parameters(spec) + num_rows * spec.hidden_size
-    num_kept = num_rows * (keys + spec.num_layers) * _kept_numbers(spec)
-    num_bytes = linear_bytes(spec, dtype, num_rows)
+    num_outer = head_parameters(spec) + num_tokens * spec.hidden_size
+    num_kept = num_rows * (keys + num_queries * spec.num_layers) * _kept_numbers(spec)
+    num_bytes = linear_bytes(spec, dtype, num_tokens)
     num_bytes += _weight_bytes(spec, dtype) * num_outer + DTYPE_BYTES[dtype] * num_kept
     linear = active_parameters(spec) + head_parameters(spec)
     attention = keys * _absorbed_products(spec)
-    return machine.seconds(num_bytes, 2 * num_rows * (linear + attention))
+    return machine.seconds(num_bytes, 2 * num_tokens * (linear + attention))
 
 
 def layer_parameters(spec: ModelSpec) -> int:

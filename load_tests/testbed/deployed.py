@@ -33,7 +33,7 @@ MODEL = ROOT / "demo_model" / "laps-demo"
 PATIENCE_S = 60.0
 CHECK_EVERY_S = 0.05
 ANSWER_S = 10.0  # an actor that exists
-NUM_LOOKS = 10
+NUM_LOOKS = 5
 PORTS = range(20_000, 30_000)  # below Linux's own, above those of Ray's workers
 # Short enough for tests, long enough for a machine that is busy with other tests.
 LIFETIMES = {

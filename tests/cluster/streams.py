@@ -34,14 +34,23 @@ def undisturbed(
 
 
 class Load:
-    """`num_streams` greedy streams, each started anew when it ends, until the block is left.
+    """`num_streams` greedy streams, each started anew after its end, until the block is left.
 
     `num_finished` counts streams that brought exactly the tokens of an undisturbed request;
     `problems` says what happened to the others.
     """
 
-    def __init__(self, application: Application, *, num_streams: int = 4, max_tokens: int) -> None:
+    def __init__(
+        self,
+        application: Application,
+        *,
+        num_streams: int = 4,
+        max_tokens: int,
+        gap_s: float = 0.0,
+    ) -> None:
+        """gap_s: between a stream and the next; leaves processors to what a test waits for."""
         self._application = application
+        self._gap_s = gap_s
         self._num_streams = num_streams
         self._max_tokens = max_tokens
         self._expected = undisturbed(application, PROMPTS[:num_streams], max_tokens)
@@ -96,6 +105,7 @@ class Load:
                 self.num_finished += 1
             else:
                 self.problems[f"{len(token_ids)} tokens, of {self._max_tokens}, or others"] += 1
+            await asyncio.sleep(self._gap_s)
 
     async def _stream(self, client: openai.AsyncOpenAI, prompt: str) -> list[int]:
         chunks = await client.completions.create(

@@ -71,7 +71,7 @@ def test_a_completion_through_every_actor_is_that_of_one_engine(
     assert sum(sender["num_fallbacks"] for sender in senders) == 0
 
 
-@pytest.mark.nightly  # by day test_worker_deaths.py compares six, while it kills workers
+@pytest.mark.nightly  # by day test_worker_deaths.py compares four, while it kills workers
 def test_32_concurrent_streams_give_the_tokens_of_single_requests(
     disaggregated: Application,
 ) -> None:

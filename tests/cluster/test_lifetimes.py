@@ -162,7 +162,7 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     [decode] = application.workers("decode")
     before = pids([decode])
     with (
-        Load(application, num_streams=2, max_tokens=LONG) as load,
+        Load(application, num_streams=2, max_tokens=LONG, gap_s=0.5) as load,
         ThreadPoolExecutor(1) as thread,
     ):
         redeploy = thread.submit(deployed.redeploy, REDEPLOYED)

@@ -29,7 +29,7 @@ from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_STREAMS = 6
+NUM_STREAMS = 4
 TOKENS = 60  # of a stream under load
 GETS_ON = 8  # tokens
 LONG = 300  # tokens of a stream that outlasts what is done to it
@@ -341,7 +341,7 @@ def test_a_supervisor_that_dies_adopts_the_workers_that_it_finds(
     assert set(groups) == set(application.workers())
     supervisor = application.supervisor()
     supervisor_pid = actor_pid(supervisor, "serve")
-    with Load(application, num_streams=2, max_tokens=TOKENS) as load:
+    with Load(application, num_streams=2, max_tokens=TOKENS, gap_s=0.2) as load:
         if is_for_good:  # Serve looks after its deployment actors every 11 s at most
             ray.kill(ray.get_actor(supervisor, "serve"), no_restart=True)
         else:

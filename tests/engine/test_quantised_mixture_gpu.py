@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 FORMS = ("fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-int4-128-asymmetric", "ct-int4-32")
-FORMS += ("awq", "gptq", "gptq-channel", "ct-mxfp4", "ct-nvfp4", "modelopt-nvfp4")
+FORMS += ("awq", "gptq", "gptq-channel", "gptq-v2-order", "ct-int4-order", "ct-mxfp4")
+FORMS += ("ct-nvfp4", "modelopt-nvfp4")
 ROUNDED_FORMS = ("fp8-block", "ct-fp8-channel", "ct-int4-128-asymmetric", "ct-int4-32")
 SIZES = {
     "hidden_size": 256,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from engine.speculation.ngram import NgramDrafter, NgramRules
 from kernels.ngrams import RowEnds, look_up
+from tests.harness.gpus import gpu
+from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -64,6 +66,15 @@ def check_look_up(device: str) -> None:
 
 def test_the_kernel_finds_the_same_interpreted() -> None:
     run_interpreted("tests.kernels.test_ngrams:check_look_up", "cpu")
+
+
+def test_it_compiles_for_an_h200() -> None:
+    from kernels import ngrams_triton
+
+    texts, ends, drafts = _case(random.Random(SEED), longest=37)
+    with compiled_for(gpu("H200"), ngrams_triton) as found:
+        ngrams_triton.look_up(texts, ends, drafts, min_match=2, max_match=32)
+    assert set(found) == {"_look_up_kernel"}
 
 
 @pytest.mark.gpu

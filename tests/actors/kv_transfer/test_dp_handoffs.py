@@ -30,7 +30,7 @@ from engine.scheduling.dp_scheduler import DpScheduler
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
-from tests.harness.tiny_models import LATENT_ON_GPU, save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE, save_model
 
 SETTINGS: dict[str, Any] = {
     "scheduler.max_num_batched_tokens": 24,  # so that prompts are computed in chunks
@@ -290,7 +290,7 @@ def test_answers_on_two_gpus_are_those_of_workers_that_do_both(tmp_path: Path) -
     folder.mkdir()
     sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
     save_model(folder, "DeepseekV3ForCausalLM", seed=5, **sizes)
-    prompts = [list(range(n, 2 * n + 5)) for n in (3, 9, 40, 71)]
+    prompts = [[i % VOCAB_SIZE for i in range(n, 2 * n + 5)] for n in (3, 9, 40, 71)]
     asked = [(prompt, params) for params in (GREEDY, DRAWN) for prompt in prompts]
     with ExitStack() as stack:
         gangs = {}

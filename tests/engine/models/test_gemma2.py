@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ConfigError
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import num_parameters
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.request import SamplingParams
@@ -17,6 +16,7 @@ from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 NAME = "Gemma2ForCausalLM"

@@ -13,7 +13,6 @@ from transformers.models.gemma3 import Gemma3Config, Gemma3TextConfig
 from engine.errors import ConfigError
 from engine.layers.rope_spec import LinearScaling, RopeSpec
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import num_parameters
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import random_weights
@@ -28,6 +27,7 @@ from tests.harness.tiny_models import (
     reference_logits,
     save_model,
 )
+from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 NAME = "Gemma3ForCausalLM"

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank, num_parameters
+from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantization import GPT_OSS_MXFP4
 from engine.models.quantized_formats import read_numbers
@@ -30,6 +30,7 @@ from tests.engine.runner.step_driver import StepDriver
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 NAME = "GptOssForCausalLM"

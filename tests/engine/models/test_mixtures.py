@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank, num_parameters, published_shapes
+from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
@@ -32,6 +32,7 @@ from tests.harness.tiny_models import (
     reference_logits,
     save_model,
 )
+from tests.harness.weight_counts import num_parameters, published_shapes
 
 CPU = torch.device("cpu")
 YARN = {

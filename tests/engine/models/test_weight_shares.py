@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.models import weights
-from engine.models.llama_weights import WHOLE_MODEL, Rank, num_parameters
+from engine.models.llama_weights import WHOLE_MODEL, Rank
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import Part, allocate_weights, load_weights, random_weights
 from tests.harness.tiny_models import save_model
+from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 SHAPES = {

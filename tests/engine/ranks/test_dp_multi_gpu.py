@@ -1,5 +1,7 @@
 """DP attention on two GPUs, with graphs and without: what it says is what one GPU nearly says."""
 
+import random
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.build import Engine
+from engine.clock import ManualClock
 from engine.core import Executor
 from engine.layers.context import Comm
 from engine.request import SamplingParams
@@ -96,3 +100,56 @@ def test_tokens_are_those_that_one_gpu_nearly_says(
         gaps += [b - c for b, c in zip(best, chosen, strict=True)][-GREEDY.max_tokens :]
     num_above = sum(gap > GAP[name] for gap in gaps)
     assert num_above <= SHARE_ABOVE[name] * len(gaps), sorted(gaps)[-20:]
+
+
+def _build_with_key(comm: Comm, key: bytes, settings: dict[str, Any]) -> Engine:
+    # On this clock no time passes, so that no load is given up.
+    return start_engine(comm, key, ManualClock(), **settings)
+
+
+def test_what_one_gpu_has_evicted_comes_back_to_either(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations over caches that are much too small; answers are those without a cache."""
+    sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
+    settings = (
+        ALONE
+        | DP
+        | {
+            "model__path": str(tmp_path),
+            "model__deterministic": True,
+            "model__max_model_len": 320,
+            "cache__num_blocks": 24,
+            "scheduler__max_num_seqs": 3,
+        }
+    )
+    rng, key = random.Random(7), secrets.token_bytes(32)
+    first = [[rng.randrange(3, 90) for _ in range(140)] for _ in range(6)]
+    more = [[rng.randrange(3, 90) for _ in range(9)] for _ in first]
+
+    def converse(engine: Engine) -> list[list[int]]:
+        said = []
+        for turn in range(2):
+            texts = [a + b * turn for a, b in zip(first, more, strict=True)]
+            for at in range(0, len(texts), 2):
+                found = answer(engine, [(text, GREEDY) for text in texts[at : at + 2]])
+                said += [one.tokens for one in found]
+        return said
+
+    without = settings | {"cache__enable_prefix_caching": False}
+    with LedRanks(ranks, _build_with_key, key, without) as led:
+        engine = _build_with_key(ranks.comm, key, without)
+        led.lead_engine(engine)
+        expected = converse(engine)
+    tiered = settings | {"cache__host_gib": 0.03}
+    with LedRanks(ranks, _build_with_key, key, tiered) as led:
+        engine = _build_with_key(ranks.comm, key, tiered)
+        led.lead_engine(engine)
+        monkeypatch.setattr(engine.host_tier, "load_seconds", lambda _: 0.0)
+        assert converse(engine) == expected
+        load = engine.load().host_tier
+        assert load is not None
+        assert load.num_loaded > 0
+        assert load.num_corrupt == 0
+        engine.close()

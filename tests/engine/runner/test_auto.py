@@ -11,7 +11,6 @@ from configs.load import PROJECT_ROOT, load_config
 from configs.schema import AppConfig
 from engine.cost_model import StepWork
 from engine.errors import ConfigError
-from engine.models.llama_weights import num_parameters
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import load_spec
 from engine.runner.auto import (
@@ -26,6 +25,7 @@ from engine.runner.auto import (
 )
 from kernels.device import DeviceProperties, device_properties
 from tests.harness.gpus import GPUS, gpu
+from tests.harness.weight_counts import num_parameters
 
 GPU_FILE = PROJECT_ROOT / "configs" / "gpu.yaml"
 # Qwen3-8B in bfloat16.

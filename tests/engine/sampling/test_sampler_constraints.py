@@ -38,11 +38,6 @@ class Steps:
         bitmask[index] = torch.tensor(signed, dtype=torch.int32)
         return True
 
-    def fork(self) -> "Steps":
-        forked = Steps(self._stride)
-        forked.heard += self.heard
-        return forked
-
 
 class Source:
     def __init__(self, stride: int) -> None:

@@ -275,16 +275,18 @@ def _find(planted: type[Scheduler], machine: type[SchedulerMachine]) -> None:
         (planted_bugs.AbortKeepsTheBlocks, "references, its owners"),
         at_night(planted_bugs.CountsOneBlockTooFew, "has no block"),
         at_night(
-            planted_bugs.IndexesBeforeTheStepHasRun, "needs Written|are indexed before their step"
+            planted_bugs.IndexesBeforeTheStepHasRun,
+            "needs .* in block .*, finds Written|are indexed before their step",
         ),
         at_night(planted_bugs.CountsTokensAnewAfterPreemption, "TokenRecord.* after "),
         at_night(planted_bugs.TakesOneTokenMoreThanTheBudget, "the budget is 7"),
-        at_night(planted_bugs.PreemptionKeepsTheProgress, "needs Written"),
+        at_night(planted_bugs.PreemptionKeepsTheProgress, "needs .* in block .*, finds Written"),
         at_night(planted_bugs.RowsAreLost, "rows: . free and . running"),
         at_night(planted_bugs.HitsTheWholePrompt, "computes what nobody knows"),
         at_night(planted_bugs.PoisonedBlocksAreNotZeroed, "holds NaN"),
         at_night(
-            planted_bugs.PoisonedBlocksCanBeFound, "needs Written|are indexed before their step"
+            planted_bugs.PoisonedBlocksCanBeFound,
+            "needs .* in block .*, finds Written|are indexed before their step",
         ),
         at_night(planted_bugs.AsksForASpareBlock, "nothing moves"),
         (planted_bugs.TwinsDecideDifferently, "a twin planned otherwise"),

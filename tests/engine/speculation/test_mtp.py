@@ -74,6 +74,8 @@ def test_no_answer_changes(tmp_path: Path, overlap: bool) -> None:
             cache__num_blocks=18,  # two prompts fit, their answers do not
             model__max_model_len=64,
             scheduler__overlap=overlap,
+            # One of either: prompts' attention, and that which reads a row's latents once.
+            speculation__attention_backend="decode" if overlap else "prefill",
         )
         for _ in range(2):
             assert_same(run(engine, asked), expected)

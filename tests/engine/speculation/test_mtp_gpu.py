@@ -69,3 +69,27 @@ def test_drafts_in_fp32_are_those_of_an_independent_layer(tmp_path: Path) -> Non
     assert len(proposals) > 30
     for tokens, drafts in proposals[::5]:
         assert drafts == plain_mtp(tmp_path).greedy_drafts(tokens, len(drafts)), tokens
+
+
+def test_drafts_that_no_host_reads_over_latents_give_the_same_answers(tmp_path: Path) -> None:
+    """Verified by the kernel that reads a row's latents once, in the target and in the layer.
+
+    Other kernels than those of plain steps, so a near tie may end another way.
+    """
+    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
+    save_mtp_model(tmp_path, seed=8, **{**sizes, "num_hidden_layers": 3})
+    settings = {**BASE, "model__path": str(tmp_path), "model__dtype": "float16"}
+    expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(24))]
+    for overlap, max_graph_tokens in ((False, 0), (True, 0), (True, 96)):
+        engine = start_engine(
+            **settings,
+            **DRAFTS,
+            scheduler__overlap=overlap,
+            speculation__attention_backend="decode",
+            speculation__max_graph_tokens=max_graph_tokens,
+        )
+        assert engine.draft_model is not None
+        assert engine.draft_model.can_propose_ahead == overlap
+        found = [one.tokens for one in answer(engine, mixed_work(24))]
+        num_same = sum(one == other for one, other in zip(found, expected, strict=True))
+        assert num_same > 0.7 * len(expected), f"{num_same} of {len(expected)}"

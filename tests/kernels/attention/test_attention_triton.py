@@ -166,7 +166,7 @@ def _replay_problems(
 
 def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
-    for run_check in drawn(interpreted_checks(), 2):
+    for run_check in drawn(interpreted_checks(), 1):
         run_check()
 
 

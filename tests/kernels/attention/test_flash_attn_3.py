@@ -1,5 +1,6 @@
 """FlashAttention-3 with keys that lie one after the other, against float64."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,11 +101,12 @@ def test_every_way_equals_float64(
     has_sinks: bool,
     rows: list[tuple[int, int]],
 ) -> None:
+    windows = (None,) if head_dim == 256 else (None, 100, 3000)
     shape = AttentionShape(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=head_dim,
-        layer_windows=(None, 100, 3000),
+        layer_windows=windows,
         has_sinks=has_sinks,
     )
     problem = build_problem(rows, shape, block_size=block_size, dtype=torch.bfloat16, device="cuda")
@@ -112,5 +114,14 @@ def test_every_way_equals_float64(
         problem.sinks = problem.sinks.bfloat16().float()
     for reads in (None, Reads.TABLE, Reads.GATHERED):
         backend = _backend(problem, reads)
-        for layer in range(3):
+        for layer in range(len(windows)):
             check(backend, problem, layer)
+
+
+def test_heads_of_256_have_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "why_not_here", lambda of_heads, *_: of_heads)
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=256, layer_windows=(None, None))
+    given = 16, torch.bfloat16, torch.device("cuda")
+    assert flash_attn.why_not(shape, *given) is None
+    windows = replace(shape, layer_windows=(None, 3000))
+    assert "wrongly" in str(flash_attn.why_not(windows, *given))

@@ -26,6 +26,7 @@ from tests.kernels.attention.test_latent_attention import (
     V3,
     LatentProblem,
     Rows,
+    _triton,
     build_problem,
     check,
     run,
@@ -176,6 +177,17 @@ def test_decode_attention_verifies_over_latents() -> None:
         select_verify.add_verification(
             phases, names, SMALL, max_queries=3, fixed_tile=False, **given
         )
+
+
+def test_prompts_need_their_lengths_on_the_host_and_rows_with_drafts_do_not() -> None:
+    prompts = ReferenceLatent(SMALL, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    problem = build_problem([(3, 4)], SMALL)
+    decode, verify = _triton(problem), _verify(problem, 4)
+    phases = PhasedLatent(prefill=prompts, decode=decode, graph=decode)
+    assert not phases.reads_lengths_on_device
+    phases.verify_with(verify, 4, graph=verify)
+    assert phases.reads_lengths_on_device
+    assert not PhasedLatent(prefill=decode, decode=decode, graph=decode).reads_lengths_on_device
 
 
 def _compile(name: str, cases: Sequence[tuple[LatentShape, int]]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import LinearWeight
+from engine.layers.quantized_weight import Scales
 from kernels.moe.align import align
 from kernels.moe.coded import CodedExperts
 from kernels.moe.grouped import by_block, grouped_down, grouped_gate_up
@@ -145,6 +146,55 @@ def check_layer() -> None:
             assert torch.equal(part, whole[start:end])
 
 
+def _in_orders(weight: LinearWeight, exact: Tensor) -> tuple[LinearWeight, Tensor]:
+    """The same numbers for inputs in another order, each expert's its own."""
+    num_experts, _, num_columns = exact.shape
+    assert weight.scales is not None
+    order = torch.stack([torch.randperm(num_columns) for _ in range(num_experts)])
+    order = order.to(exact.device)
+    moved = torch.empty_like(exact)
+    for expert in range(num_experts):
+        moved[expert].index_copy_(1, order[expert], exact[expert])
+    return replace(weight, scales=replace(weight.scales, order=order)), moved
+
+
+def check_orders(device: torch.device = CPU, dtype: torch.dtype = torch.float16) -> None:
+    """Of both weights, of one, of one beside a weight that is not quantised; and by matrices."""
+    from engine.layers.moe_cuda import TritonExperts
+
+    for ordered_up, ordered_down, dense_up in (
+        (True, True, False),
+        (True, False, False),
+        (False, True, True),
+    ):
+        gate_up, exact_up = _experts("int4 groups", (4, 2 * 128, 64), dtype, device)
+        down, exact_down = _experts("int4 halves", (4, 64, 128), dtype, device)
+        if dense_up:
+            gate_up = LinearWeight(random_tensor(4, 2 * 128, 64, dtype=dtype, device=device.type))
+            exact_up = gate_up.data.double()
+        if ordered_up:
+            gate_up, exact_up = _in_orders(gate_up, exact_up)
+        if ordered_down:
+            down, exact_down = _in_orders(down, exact_down)
+        for is_deterministic in (False, True):
+            given = [
+                replace(w, data=w.data.clone(), scales=w.scales and _cloned(w.scales))
+                for w in (gate_up, down)
+            ]
+            experts = TritonExperts(*given, num_active=2, is_deterministic=is_deterministic)
+            for num_tokens in (1, 20):
+                routes = random_routes(num_tokens, 4, 2, device.type)
+                x = random_tensor(num_tokens, 64, dtype=dtype, device=device.type)
+                rounded = exact_inner(x, exact_up, routes).to(dtype)
+                exact = exact_outputs(rounded, exact_down, routes).sum(dim=1)
+                assert_near(experts(x, routes, None), exact, dtype)
+
+
+def _cloned(scales: Scales) -> Scales:
+    zeros = None if scales.zeros is None else scales.zeros.clone()
+    return replace(scales, values=scales.values.clone(), zeros=zeros)
+
+
 def _check_matrices(
     form: str, num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype,
     device: torch.device,
@@ -184,14 +234,7 @@ def check_refused() -> None:
     from engine.errors import ConfigError
     from engine.layers.moe_cuda import coded_operand
 
-    case = int4_case((1, 4 * 32, 64), 32, torch.float16, CPU)
-    assert case.weight.scales is not None
-    order = torch.stack([torch.randperm(64) for _ in range(4)])
-    by_expert = case.weight.by_expert(4)
-    assert by_expert.scales is not None
-    ordered = replace(by_expert, scales=replace(by_expert.scales, order=order))
     for weight, named in (
-        (ordered, "order of inputs"),
         (fp8_case((1, 4 * 24, 64), (1, 64), torch.float16, CPU).weight.by_expert(4), "24 outputs"),
         (fp8_case((1, 4 * 32, 64), (1, 64), torch.float32, CPU).weight.by_expert(4), "float32"),
     ):
@@ -217,6 +260,7 @@ NIGHTLY = pytest.mark.nightly
         "products",
         "words",
         "refused",
+        "orders",
         *(pytest.param(n, marks=NIGHTLY) for n in ("all_products", "layer", "matrices")),
     ],
 )
@@ -355,3 +399,8 @@ def test_a_token_of_quantised_experts_has_the_same_bits_in_any_batch(form: str) 
         part = layer(x[start:end].contiguous(), _part(routes, start, end), None)
         differs = (part != whole[start:end]).nonzero().tolist()
         assert differs == [], f"{len(differs)} of tokens {start} to {end}: {differs[:5]}"
+
+
+@pytest.mark.gpu
+def test_experts_with_orders_of_their_own_on_a_gpu() -> None:
+    check_orders(GPU, torch.bfloat16)

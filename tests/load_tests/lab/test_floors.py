@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from load_tests.lab.floors import (
     H200,
@@ -20,6 +19,7 @@ from load_tests.lab.floors import (
 )
 from load_tests.lab.shapes import WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES, LONG_PREFILLS, Kind, Work
+from tests.harness.weight_counts import num_parameters
 
 ONLY_BYTES = Machine(bytes_per_s=1.0, flops_per_s=float("inf"))
 ONLY_FLOPS = Machine(bytes_per_s=float("inf"), flops_per_s=1.0)
@@ -81,6 +81,15 @@ def test_a_row_reads_its_keys_and_values_and_writes_one_of_each(spec: ModelSpec)
     assert of_two - of_one == 101 * kv_bytes + 2 * 4096  # and its row of the embedding
     assert decode_floor_s(1, 101, spec, "bfloat16", ONLY_BYTES) - of_one == kv_bytes
     assert decode_floor_s(1, 100, spec, "float32", ONLY_BYTES) == 2 * of_one
+
+
+def test_drafts_are_more_tokens_that_read_a_rows_keys_together(spec: ModelSpec) -> None:
+    kv_bytes = 36 * 2 * 8 * 128 * 2
+    plain = decode_floor_s(3, 100, spec, "bfloat16", ONLY_BYTES)
+    drafted = decode_floor_s(3, 100, spec, "bfloat16", ONLY_BYTES, num_queries=4)
+    assert drafted - plain == 9 * (kv_bytes + 2 * 4096)  # of nine drafts, and rows of the embedding
+    plain = decode_floor_s(3, 100, spec, "bfloat16", ONLY_FLOPS)
+    assert decode_floor_s(3, 100, spec, "bfloat16", ONLY_FLOPS, num_queries=4) == 4 * plain
 
 
 def test_a_decode_works_context_is_the_average_over_its_steps(spec: ModelSpec) -> None:
