@@ -51,7 +51,7 @@ def _asked(kinds: tuple[dict[str, Any], ...], seed: int) -> list[Asked]:
         (
             shared + draw.choices(range(3, VOCAB_SIZE), k=draw.randint(1, 30)),
             SamplingParams(
-                **{"max_tokens": draw.randint(20, 32), "ignore_eos": True, **kind},
+                **{"max_tokens": draw.randint(16, 24), "ignore_eos": True, **kind},
                 seed=draw.getrandbits(60),
             ),
         )
@@ -195,7 +195,7 @@ def _repeating(seed: int) -> list[Asked]:
     asked: list[Asked] = []
     for kind in (*FREE, *HELD) * 2:
         words = draw.choices(range(3, 12), k=draw.randint(2, 6))
-        fields = {"max_tokens": draw.randint(20, 32), "ignore_eos": True, **kind}
+        fields = {"max_tokens": draw.randint(16, 24), "ignore_eos": True, **kind}
         if "allowed_token_ids" not in kind:
             fields["logit_bias"] = {4: 30.0, 5: 30.0}
         params = SamplingParams(**fields, seed=draw.getrandbits(60))
