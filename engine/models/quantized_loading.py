@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.quantized_weight import Scales
+from engine.layers.quantized_weight import MIDDLE, Scales
 from engine.models.llama_weights import Rank, StackedTensor
 from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.quantized_formats import Numbers, read_numbers
@@ -202,6 +202,39 @@ class QuantizedStack:
                 " are computed together; use weights without activation order"
             )
         return order
+
+
+class DecodedStack(QuantizedStack):
+    """A map whose inputs ranks share, and have groups out of their order: a matrix, made once."""
+
+    def __init__(
+        self,
+        stacked: StackedTensor,
+        quantization: Quantization,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: Rank,
+    ) -> None:
+        super().__init__(stacked, quantization, dtype=dtype, device=device, rank=rank)
+        shape = self.data.shape[0], self._num_columns
+        self._matrix = torch.empty(shape, dtype=dtype, device=device)
+
+    def weight(self, bias: Tensor | None) -> LinearWeight:
+        return LinearWeight(self._matrix, bias)
+
+    def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
+        self.is_filled = True
+        self._matrix.uniform_(-largest, largest, generator=generator)
+
+    def place(self, part: _Placed, found: Numbers) -> None:
+        """found: a rank's inputs, and the scales of all groups."""
+        assert found.numbers is not None, "4-bit numbers are not copied as they are"
+        assert found.groups is not None, "config.json says that inputs have an order"
+        groups = found.groups.long()
+        zeros = MIDDLE if found.zeros is None else found.zeros.float()[:, groups]
+        numbers = found.numbers.float().sub_(zeros)
+        self._matrix[part.rows].copy_(numbers.mul_(found.scales.float()[:, groups]))
 
 
 def _format_of(quantization: Quantization) -> WeightFormat:

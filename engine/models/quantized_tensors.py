@@ -184,7 +184,7 @@ def _words(cuts: tuple[Cut, ...]) -> PublishedTensor:
 class Portion:
     """What a rank has of one published linear map."""
 
-    parts: Mapping[Axis, slice]
+    parts: dict[Axis, slice]
     sizes: Mapping[Axis, int]  # of the whole map
 
     @classmethod
@@ -204,9 +204,20 @@ class Portion:
         return math.gcd(quantization.tile_columns or 1, part.start, part.stop)
 
     def slices(self, quantization: Quantization, module: str) -> dict[str, tuple[slice, ...]]:
-        """Suffix -> slices of the published tensor. Raises ConfigError for a block in part."""
+        """Suffix -> slices of the published tensor. Raises ConfigError for a block in part.
+
+        Inputs in an order of their own may be of any group: then a part of them has all groups.
+        """
+        whole = self.parts | {Axis.IN: slice(0, self.sizes[Axis.IN])}
+        group = Cut(Axis.IN, quantization.tile_columns)
         return {
-            suffix: tuple(tensor.share(self.parts, self.sizes, f"{module}.{suffix}"))
+            suffix: tuple(
+                tensor.share(
+                    whole if quantization.must_have_order and group in tensor.cuts else self.parts,
+                    self.sizes,
+                    f"{module}.{suffix}",
+                )
+            )
             for suffix, tensor in published_tensors(quantization).items()
         }
 
@@ -225,7 +236,8 @@ def check_shares(spec: ModelSpec, rank: Rank, *, is_on_gpu: bool = False) -> Non
                 continue
             if rank.size > 1:
                 _check_parts(tensor, quantization, rank)
-            if is_on_gpu and not tensor.is_decoded:
+            is_decoded = tensor.is_decoded or is_cut_in_order(tensor, quantization, rank)
+            if is_on_gpu and not is_decoded:
                 _check_kernels(tensor, quantization, rank)
 
 
@@ -233,12 +245,22 @@ def _check_parts(tensor: StackedTensor, quantization: Quantization, rank: Rank) 
     for name in tensor.of_rank(rank).num_rows:
         module = name.removesuffix(_SUFFIX)
         Portion.of(tensor, name, rank).slices(quantization, module)
-        if quantization.must_have_order and tensor.split is Split.COLUMNS:
-            whole = ", workers.expert_parallel" if tensor.num_experts is not None else ""
+        is_cut = is_cut_in_order(tensor, quantization, rank)
+        if is_cut and tensor.num_experts is not None:
             raise ConfigError(
-                f"{module}: {rank.size} ranks cannot share inputs in an order of their own"
-                f" (g_idx); use one rank{whole} or weights without activation order"
+                f"{module}: {rank.size} ranks cannot share experts' inputs in an order of their own"
+                " (g_idx); set workers.expert_parallel to true, or use weights without activation"
+                " order"
             )
+
+
+def is_cut_in_order(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> bool:
+    """Whether ranks share inputs that are in groups out of their order.
+
+    Then a rank has inputs of any group, and computes with a matrix that is decoded once.
+    """
+    shares_inputs = rank.size > 1 and tensor.split is Split.COLUMNS
+    return shares_inputs and quantization.must_have_order
 
 
 def _check_kernels(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> None:
@@ -365,6 +387,8 @@ def weight_bytes(
                 continue
             is_kept = (keeps_quantised or tensor.num_experts is not None) and not tensor.is_decoded
             quantization = quantization_of(spec, tensor) if is_kept else None
+            if quantization is not None and is_cut_in_order(tensor, quantization, rank):
+                quantization = None
             plain = _FLOAT32_BYTES if tensor.is_float32 else element_bytes
             each = plain if quantization is None else _bytes_each(quantization, tensor)
             total += round(math.prod(tensor.of_rank(rank).shape) * each)

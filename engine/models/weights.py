@@ -33,8 +33,10 @@ from engine.models.llama_weights import (
     outer_tensors,
 )
 from engine.models.mixture_spec import MixtureSpec
-from engine.models.quantized_loading import PublishedPart, QuantizedStack
+from engine.models.quantization import Quantization
+from engine.models.quantized_loading import DecodedStack, PublishedPart, QuantizedStack
 from engine.models.quantized_tensors import (
+    is_cut_in_order,
     needed_of_layer,
     needed_tensors,
     quantization_of,
@@ -351,13 +353,16 @@ class _Allocation:
             allocated[field] = tensor
         return allocated
 
+    def _stack(self, tensor: StackedTensor, how: Quantization) -> QuantizedStack:
+        is_cut = is_cut_in_order(tensor, how, self._rank)
+        kind = DecodedStack if is_cut else QuantizedStack
+        return kind(tensor, how, dtype=self._dtype, device=self._device, rank=self._rank)
+
     def layer(self, index: int) -> LayerWeights:
         spec, tensors = self._spec, layer_tensors(self._spec, index)
         found = {field: quantization_of(spec, tensor) for field, tensor in tensors.items()}
         stacks = {
-            field: QuantizedStack(
-                tensors[field], how, dtype=self._dtype, device=self._device, rank=self._rank
-            )
+            field: self._stack(tensors[field], how)
             for field, how in found.items()
             if how is not None
         }

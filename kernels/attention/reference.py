@@ -3,8 +3,9 @@
 Rows with one new token are gathered into one padded batch, or into several if lengths differ so
 much that padding would cost more than another call. Each row with more new tokens is its own
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
-a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
-attention sinks or a cap, which `scaled_dot_product_attention` does not know, both are written out.
+a view: of the query for single tokens, of an expanded key for chunks; no head is copied. Both are
+written out with attention sinks or a cap, which `scaled_dot_product_attention` does not know, and
+where its kernels cannot be trusted (`is_fused_exact`).
 Of a store of e4m3 numbers (`kernels.kv.scales`) the step's own K and V are read back too; scales
 are multiplied to queries and outputs, which are fewer.
 
@@ -31,6 +32,7 @@ from kernels.kv.scales import KvScales, from_e4m3, times_heads
 # Padding slots that a batch of single-token rows may have before it is split: gathering and scoring
 # this many costs about as much as one more call.
 _MAX_PADDED_SLOTS = 256
+_MAX_FUSED_HEAD_DIM = 128  # on a GPU
 # Scores that are written out at a time where that is necessary: 256 MiB.
 _MAX_SCORES = 2**26
 
@@ -88,6 +90,9 @@ class ReferenceAttention:
         self._device = device
         self._half_blocks_per_block = shape.num_planes * len(shape.layer_windows)
         self._layer_masks = shape.layer_masks
+        self._is_written_out = (
+            shape.has_sinks or shape.softcap is not None or not is_fused_exact(shape, device)
+        )
 
     def plan(self, step: AttentionStep) -> ReferenceMetadata:
         return ReferenceMetadata(
@@ -291,10 +296,6 @@ class ReferenceAttention:
         )
         return out.permute(2, 0, 1, 3).reshape(num_new, -1)
 
-    @property
-    def _is_written_out(self) -> bool:
-        return self._shape.has_sinks or self._shape.softcap is not None
-
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
@@ -330,6 +331,16 @@ class ReferenceAttention:
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def is_fused_exact(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether `scaled_dot_product_attention` may compute heads of this size.
+
+    For wider ones on a GPU it runs a kernel that keeps its sums in global memory, and with
+    keys expanded over heads, as here, the last queries may come out wrong: seen on an H200 over
+    latents of 576 numbers (torch 2.11), and known for heads of 512 (pytorch issue 191937).
+    """
+    return device.type != "cuda" or shape.head_dim <= _MAX_FUSED_HEAD_DIM
 
 
 def attend_written_out(

@@ -249,9 +249,10 @@ def reference(weight: CodedExperts) -> Tensor:
     """What the weights stand for, [experts, N, K] in float64."""
     numbers = unpack_int4(weight.data.flatten(0, 1), weight.half).view(weight.shape).double()
     words = weight.scales
-    zeros = (words & 15).double() if weight.codes is Codes.INT4_ZEROS else torch.tensor(8.0)
-    scales = words & -16 if weight.codes is Codes.INT4_ZEROS else words
-    parts = [scales.contiguous().view(torch.float32).double(), zeros.expand(words.shape)]
+    has_zeros = weight.codes is Codes.INT4_ZEROS
+    zeros = (words & 15 if has_zeros else torch.full_like(words, 8)).double()
+    scales = words & -16 if has_zeros else words
+    parts = [scales.contiguous().view(torch.float32).double(), zeros]
     spread, middle = (
         part.repeat_interleave(weight.tile_columns, dim=2)[:, :, : weight.shape[2]]
         for part in parts

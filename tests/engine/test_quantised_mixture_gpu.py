@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.layers.moe import Mixture
+from engine.models.llama import CausalLM
 from engine.models.registry import WeightSource, build_model
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.runner.step_driver import StepDriver
@@ -73,29 +75,44 @@ def test_logits_are_near_those_of_what_the_numbers_stand_for(
         assert error < (0.13 if is_rounded else 0.02), f"{num_tokens} tokens: off by {error}"
 
 
+def _logits(model: CausalLM, tokens: list[int], round_from: int | None) -> Tensor:
+    """round_from: tokens of a step from which on inputs of experts are rounded."""
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mixture)
+        layer.mlp.round_inputs(round_from)
+    driver = StepDriver(model, seed=0, num_blocks=128, block_size=16)
+    driver.admit(0, tokens)
+    return driver.logits({0: len(tokens)})[0].float().cpu()
+
+
+def _distance(ones: Tensor, others: Tensor) -> float:
+    return float((ones - others).norm() / others.norm())
+
+
 @pytest.mark.parametrize("form", ROUNDED_FORMS)
 def test_inputs_of_experts_are_rounded_where_asked(form: str, tmp_path: Path) -> None:
-    """In steps of 64 tokens or more; all experts are active, as above."""
+    """In steps of 64 tokens or more; all experts are active, as above.
+
+    The rest of a model in FP8 rounds its inputs from 17 tokens on, so what rounding those of
+    experts changes is judged beside the same model without it.
+    """
     save_model(
         tmp_path / "whole", "Qwen2MoeForCausalLM", seed=6, dtype=torch.bfloat16,
         **SIZES | {"num_experts_per_tok": 16},
     )  # fmt: skip
     quantised = write_quantised(tmp_path / "whole", form, tmp_path / "q", stands_for=tmp_path / "s")
     model = build_model(quantised, dtype=torch.bfloat16, device=GPU)
-    for layer in model.layers:
-        assert isinstance(layer.mlp, Mixture)
-        layer.mlp.round_inputs(64)
     rng = random.Random(form)
     for num_tokens in (40, 64, 700):
         tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
-        driver = StepDriver(model, seed=0, num_blocks=128, block_size=16)
-        driver.admit(0, tokens)
-        ours = driver.logits({0: num_tokens})[0].float().cpu()
-        theirs = reference_logits(tmp_path / "s", tokens)
-        error = float((ours - theirs).norm() / theirs.norm())
-        print(f"{form}, {num_tokens} tokens: off by {error:.1e}")
-        low, high = (0.005, 0.15) if num_tokens >= 64 else (0.0, 0.02)
-        assert low <= error < high, f"{num_tokens} tokens: off by {error}"
+        ours = _logits(model, tokens, 64)
+        changed = _distance(ours, _logits(model, tokens, None))
+        error = _distance(ours, reference_logits(tmp_path / "s", tokens))
+        said = f"{form}, {num_tokens} tokens: off by {error:.1e}, changed by {changed:.1e}"
+        low, high = (0.005, 0.15) if num_tokens >= 64 else (0.0, 0.003)
+        assert low <= changed < high, said
+        is_rounded = num_tokens >= 64 or "fp8" in form
+        assert error < (0.15 if is_rounded else 0.02), said
 
 
 @pytest.mark.parametrize("form", ROUNDED_FORMS)

@@ -191,8 +191,6 @@ def test_what_ranks_would_cut_of_an_expert_is_refused(
 ) -> None:
     sizes = WHOLE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32} | settings
     folder, _ = _folders(tmp_path, form, "Qwen3MoeForCausalLM", **sizes)
-    if form == "gptq-v2-order":  # attention is refused before experts are looked at
-        _reconfigure(folder, modules_to_not_convert=["self_attn"])
     with pytest.raises(ConfigError, match=named):
         build_model(folder, dtype=torch.float32, device=CPU, rank=Rank(1, 2))
 

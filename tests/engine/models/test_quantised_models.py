@@ -149,7 +149,10 @@ def test_biases_of_zeros_that_gptq_writers_add_are_left_out(tmp_path: Path) -> N
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "ct-int4-32"])
+SHARED_FORMS = ("fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "ct-int4-32", "gptq-v2-order")
+
+
+@pytest.mark.parametrize("form", [*SHARED_FORMS, "ct-int4-order"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_hold_their_shares_with_the_scales(form: str, num_ranks: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 4}
@@ -168,7 +171,6 @@ def test_ranks_hold_their_shares_with_the_scales(form: str, num_ranks: int, tmp_
     [
         ("fp8-block", ["q_proj.weight_scale_inv", "256 outputs", "128", "parts of 64"]),
         ("ct-int4-128-asymmetric", ["o_proj.weight_scale", "256 inputs", "128", "parts of 64"]),
-        ("gptq-v2-order", ["o_proj", "4 ranks", "activation order"]),
     ],
 )
 def test_what_ranks_would_cut_is_refused(form: str, named: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import reference as reference_attention
 from kernels.attention import select_latent
 from kernels.attention.latent import LatentShape, PhasedLatent
 from kernels.attention.latent_reference import ReferenceLatent
@@ -166,7 +167,9 @@ def check(backend: Any, problem: LatentProblem, tolerance: float | None = None) 
 
 
 @pytest.mark.parametrize("rows", ROW_SETS)
-def test_the_reference_is_exact(rows: str) -> None:
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "written out"])
+def test_the_reference_is_exact(is_fused: bool, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_attention, "is_fused_exact", lambda *_: is_fused)
     problem = build_problem(ROW_SETS[rows], SMALL, block_size=4)
     reference = ReferenceLatent(
         SMALL, block_size=4, dtype=torch.float32, device=torch.device("cpu")
@@ -419,6 +422,23 @@ def test_more_sizes_bits_and_replays_in_the_interpreter() -> None:
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 LONG_ROWS = [(63, 1), (64, 1), (1000, 1), (4159, 1), (0, 129), (700, 65), (127, 2)]
+
+
+def test_wide_heads_are_written_out_on_a_gpu() -> None:
+    gpu_0, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert not reference_attention.is_fused_exact(V3.absorbed(), gpu_0)
+    assert reference_attention.is_fused_exact(V3.absorbed(), cpu)
+    assert reference_attention.is_fused_exact(_shape(24, 96, 32, 48, 80).absorbed(), gpu_0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [V2_LITE, _shape(24, 128, 32, 48, 80)], ids=str)
+def test_the_reference_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
+    for rows in (*ROW_SETS.values(), LONG_ROWS, [(0, 129), (70, 65)]):
+        problem = build_problem(rows, shape, dtype=dtype, device="cuda")
+        given: dict[str, Any] = {"block_size": 16, "dtype": dtype, "device": torch.device("cuda")}
+        check(ReferenceLatent(shape, **given), problem)
 
 
 @pytest.mark.gpu
