@@ -154,7 +154,7 @@ def check_ranks() -> None:
     assert isinstance(total, Tensor)
     used = routes.ids >= 0
     error = float((total[used] - whole[used]).norm() / whole[used].norm())
-    # 0.02 in the middle, 0.043 the most that was seen; a part that is missing or doubled is far off.
+    # 0.02 in the middle, 0.043 the most that was seen; without a part it is far more.
     assert error < 0.1, f"off by {error}: inner lines are rounded by parts"
 
 
