@@ -3,9 +3,9 @@
     token at slot s = block * block_size + offset   ->   store[block, model's layers:, :, offset]
 
 The vector is cut into the planes in order; the rest of the last layer is zero. In a store of e4m3
-numbers the planes have its bytes: a vector keeps its own dtype. Where ranks hold
-heads of the planes, each holds these heads' parts of the vector, and all gather it to read. So a
-block's heads move between any numbers of ranks. Knows nothing of what the vectors mean.
+numbers the planes hold the bytes of a vector, which keeps its own dtype. Where ranks hold heads of
+the planes, each holds these heads' parts of the vector, and all gather it to read. So a block's
+heads move between any numbers of ranks. Knows nothing of what the vectors mean.
 """
 
 from typing import Protocol

@@ -207,9 +207,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
 
-        Results for a request without a row are dropped: it was aborted since, was ended by the
-        step before, or its logits are not finite. If it had drafts, one of these may be why: it is
-        queued again, and gets none any more.
+        Results for a request without a row are dropped: it was aborted since, or was ended by the
+        step before. One for which nothing could be drawn fails. If it had drafts, one of these may
+        be why: it is queued again, and gets none any more.
         """
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
