@@ -60,7 +60,8 @@ def build_below_device(
     """Every rank calls it at the same point. Raises ConfigError if there is no room for the arena,
     or it is another model's, and WorkerError if another rank could not take part.
 
-    A decode worker has none: its reservations look for blocks on the device only.
+    A decode worker has none: its reservations look for blocks on the device only, and what arrives
+    is written by streams and processes that wait for steps, but not for copies of evicted blocks.
     """
     if config.cache.host_gib == 0 or role == "decode":
         return BelowDevice()

@@ -6,7 +6,8 @@ All are here, in rank 0's process: a step's plan holds the plans of all ranks, w
 (`StepPlan.of_ranks`), and no rank has to ask another what it does.
 
     add()     -> choose_rank -> that rank's scheduler, for good
-    plan()    -> each scheduler's plan, or an empty one where it has none
+    plan()    -> each scheduler's plan, or an empty one where it has none; none while the rows of
+                 all ranks wait for those held for drafts
     commit()  -> each scheduler that had one, with its rank's result
 
 A step takes as long as the rank with the most tokens. Only that rank's cost model learns from it.
@@ -60,7 +61,7 @@ class DpScheduler:
         self._launch_passes = launch_passes
         self._num_steps = 0
         self._newest_ranks: list[int] = []  # those that the newest step has plans of
-        self._has_planned = False  # at the last `plan`
+        self._is_deferred = False  # at the last `plan` no rank had anything to do yet
 
     # ---- entering and leaving -------------------------------------------------------------------
 
@@ -98,15 +99,36 @@ class DpScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step of all ranks; None when no rank can run anything now."""
+        self._is_deferred = False
+        if self._waits_for_held_rows():
+            return None
         plans = run_together([scheduler.planning(now_s) for scheduler in self.of_rank])
         self._launch_passes()
         planned = [rank for rank, plan in enumerate(plans) if plan is not None]
-        self._has_planned = bool(planned)
+        self._is_deferred = not planned
         if not planned:
             return None
         step, self._num_steps = self._num_steps, self._num_steps + 1
         self._newest_ranks = planned
         return empty_plan(step, [plan or empty_plan(_NOT_PLANNED) for plan in plans])
+
+    def _waits_for_held_rows(self) -> bool:
+        """Whether all ranks' decodes wait for rows held for drafts, to share the next step.
+
+        A step takes all ranks, whoever has rows in it. Without this, one rank's rows would be in
+        every other step and another's in those between.
+        """
+        if any(scheduler.has_prompts for scheduler in self.of_rank):
+            return False
+        held = [scheduler.num_held_rows for scheduler in self.of_rank]
+        # A rank whose rows are all held has none that could go on.
+        going_on = [
+            (scheduler, sum(held) - own)
+            for scheduler, own in zip(self.of_rank, held, strict=True)
+            if scheduler.num_running > own
+        ]
+        waits = [scheduler.waits_for_held_rows(elsewhere) for scheduler, elsewhere in going_on]
+        return bool(waits) and all(waits)
 
     def index_joined(self) -> None:
         """As of each `Scheduler`."""
@@ -136,7 +158,7 @@ class DpScheduler:
     @property
     def deferred_until_s(self) -> float | None:
         """Set if the last `plan` had nothing but ranks that wait for short prompts."""
-        return None if self._has_planned else _earliest(s.deferred_until_s for s in self.of_rank)
+        return _earliest(s.deferred_until_s for s in self.of_rank) if self._is_deferred else None
 
     @property
     def look_due_s(self) -> float | None:

@@ -317,16 +317,20 @@ class Drafting:
         self._idle_s += seconds
         self._gap_s += (1 - _GAP_DECAY) * (seconds - self._gap_s)
 
-    def pays_to_wait(self, decodes: StepWork, num_held_rows: int, costs: StepCosts) -> bool:
+    def pays_to_wait(
+        self, decodes: StepWork, num_held_rows: int, costs: StepCosts, *, num_elsewhere: int = 0
+    ) -> bool:
         """Whether the rows of `decodes` shall wait for those held, to share the next step.
 
         In a step of their own they give fewer tokens a second, the saved gap counted, than all rows
-        in one step after the gap.
+        in one step after the gap. num_elsewhere: held rows of other ranks, which share a step at no
+        cost to this one.
         """
         num_rows = decodes.num_decode_rows
-        if num_rows == 0 or num_held_rows == 0:
+        if num_rows == 0 or num_held_rows + num_elsewhere == 0:
             return False
-        num_all = num_rows + num_held_rows
+        num_here = num_rows + num_held_rows
+        num_all = num_here + num_elsewhere
         alone_s, together_s = (
             costs.step_seconds(
                 StepWork(
@@ -335,7 +339,7 @@ class Drafting:
                     num_decode_keys=decodes.num_decode_keys * num // num_rows,
                 )
             )
-            for num in (num_rows, num_all)
+            for num in (num_rows, num_here)
         )
         if num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s):
             return True

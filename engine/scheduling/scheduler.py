@@ -182,7 +182,7 @@ class Scheduler:
         """As `plan`, in turns: others plan while what drafts here computes."""
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
         self._blocks.nonfinite_block_ids += self._host_loads.settle()
-        if self._waits_for_held_rows() or (grown := self._grow_rows()) is None:
+        if self.waits_for_held_rows() or (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_num_batched_tokens - len(decodes)
@@ -274,7 +274,30 @@ class Scheduler:
     @property
     def is_held_for_drafts(self) -> bool:
         """Whether a row waits for a step in flight because drafts need its newest token."""
-        return self.drafting.drafter is not None and self._in_flight.num_held_rows > 0
+        return self.num_held_rows > 0
+
+    @property
+    def num_held_rows(self) -> int:
+        """Rows that wait for a step in flight because drafts need their newest tokens."""
+        return 0 if self.drafting.drafter is None else self._in_flight.num_held_rows
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the next step may compute some of a prompt."""
+        can_admit = len(self._waiting) > 0 and self._rows.num_free > 0
+        return len(self._running.prompts) > 0 or can_admit
+
+    def waits_for_held_rows(self, num_elsewhere: int = 0) -> bool:
+        """Whether the decodes wait for the step in flight to end; prompts do not wait for it.
+
+        num_elsewhere: held rows of other ranks.
+        """
+        if self.drafting.drafter is None or self.has_prompts:
+            return False
+        decodes, num_held = self._running.decode_columns.work, self.num_held_rows
+        return self.drafting.pays_to_wait(
+            decodes, num_held, self.costs, num_elsewhere=num_elsewhere
+        )
 
     @property
     def num_free_rows(self) -> int:
@@ -330,15 +353,6 @@ class Scheduler:
         )
 
     # ---- parts of plan --------------------------------------------------------------------------
-
-    def _waits_for_held_rows(self) -> bool:
-        """Whether the decodes wait for the step in flight to end; prompts do not wait for it."""
-        can_admit = len(self._waiting) > 0 and self._rows.num_free > 0
-        has_prompts = len(self._running.prompts) > 0 or can_admit
-        if self.drafting.drafter is None or len(self._in_flight) == 0 or has_prompts:
-            return False
-        num_held, decodes = self._in_flight.num_held_rows, self._running.decode_columns
-        return self.drafting.pays_to_wait(decodes.work, num_held, self.costs)
 
     def _grow_rows(self) -> dict[int, list[int]] | None:
         """Allocate a block for every decode whose blocks are full; returns row -> new block ids.

@@ -363,6 +363,7 @@ class DraftModel:
             ):
                 if place not in proposal.ended:
                     self._take(proposal, place, drawn if is_finite else None)
+            proposal.ended.update(places[i] for i in result.allows_nothing)
 
     def _take(self, proposal: _Proposal, place: int, drawn: list[int] | None) -> None:
         """Append what was drawn; None = the row's numbers are not finite."""

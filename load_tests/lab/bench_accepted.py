@@ -19,11 +19,16 @@ In this process, weights at random, greedy, no prefix cache. Milliseconds a toke
 the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
 steps: rows with luck end early and leave the others to smaller steps. "all rows": only from when
 each row has its first token until one has its last. Rows a step: of those with drafts; fewer than
-there are means that rows take turns. The device's time is that of steps with the most rows. Plain
-steps run on the same weights in the same process. Knows no Ray and no HTTP.
+there are means that rows take turns. The device's time is that of steps with the most rows; where
+no step is in flight meanwhile, it begins with the launch, and so has the host's part of that. The
+host's is from when it has one step's tokens until it has launched the next: with drafts from the
+host nothing hides it. Beside it, the processor's part: where that is less, others kept it from
+running, and where both are more than another time, the host was slower or did more. Plain steps run
+on the same weights in the same process. Knows no Ray and no HTTP.
 """
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -31,6 +36,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import msgspec
 import torch
@@ -104,6 +110,28 @@ class LookedUpDrafts(ArbitraryDrafts):
         self._told.forget(request)
 
 
+class HostTimes(NamedTuple):
+    """Seconds of the host, and of these its processor's for this thread."""
+
+    wall_s: float
+    processor_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.perf_counter(), time.thread_time())
+
+    def __sub__(self, earlier: "HostTimes") -> "HostTimes":
+        return HostTimes(self.wall_s - earlier.wall_s, self.processor_s - earlier.processor_s)
+
+
+class DraftedStep(NamedTuple):
+    """What a step with drafts took."""
+
+    num_rows: int  # that have some
+    device_s: float
+    host: HostTimes | None  # before it, since the last tokens; None = there were none meanwhile
+
+
 class SyntheticAcceptance:
     """An executor whose rows with drafts get as many of them as are drawn here.
 
@@ -119,10 +147,14 @@ class SyntheticAcceptance:
         if self.guesses is not None:
             self.guesses.rows.overrule = self._overrule
         self.probability = 0.0
-        self.steps: list[tuple[int, float]] = []  # with drafts: their rows, the device's seconds
+        self.steps: list[DraftedStep] = []
+        self.had_tokens: HostTimes | None = None  # when; None = a step was launched since
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return _Accepting(plan, self._executor.launch(plan), self)
+        pending, before = self._executor.launch(plan), self.had_tokens
+        self.had_tokens = None
+        host = None if before is None else HostTimes.now() - before
+        return _Accepting(plan, pending, self, host)
 
     def _overrule(self, drawn: Tensor, following: Tensor, guessed: GuessedLines) -> None:
         """Change samples so that as many drafts count as are drawn here, and not one more."""
@@ -138,10 +170,10 @@ class SyntheticAcceptance:
         samples = torch.where(is_judged & (places == num_right), wrong, samples)
         drawn[guessed.lines] = samples
 
-    def accept(self, plan: StepPlan, result: StepResult) -> StepResult:
+    def accept(self, plan: StepPlan, result: StepResult, host: HostTimes | None) -> StepResult:
         """`result` of a step with drafts, with other tokens for the rows that have them."""
         if result.duration_s is not None:
-            self.steps.append((len(plan.drafts), result.duration_s))
+            self.steps.append(DraftedStep(len(plan.drafts), result.duration_s, host))
         if self.guesses is not None:
             return result  # changed already
         tokens = list(result.tokens)
@@ -160,10 +192,13 @@ class SyntheticAcceptance:
 class _Accepting:
     """A step of that executor."""
 
-    def __init__(self, plan: StepPlan, pending: PendingStep, by: SyntheticAcceptance) -> None:
+    def __init__(
+        self, plan: StepPlan, pending: PendingStep, by: SyntheticAcceptance, host: HostTimes | None
+    ) -> None:
         self._plan = plan
         self._pending = pending
         self._by = by
+        self._host = host
 
     @property
     def is_done(self) -> bool:
@@ -171,7 +206,10 @@ class _Accepting:
 
     def wait(self) -> StepResult:
         result = self._pending.wait()
-        return self._by.accept(self._plan, result) if self._plan.drafts else result
+        if self._plan.drafts:
+            result = self._by.accept(self._plan, result, self._host)
+        self._by.had_tokens = HostTimes.now()
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +246,7 @@ class Found:
     alls_s: list[float] = field(default_factory=list)  # until each has all
     together_s: list[float] = field(default_factory=list)  # a token of each, while all run
     accepted_length: float | None = None
-    steps: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[DraftedStep] = field(default_factory=list)
 
     @property
     def token_ms(self) -> float:
@@ -221,13 +259,25 @@ class Found:
 
     @property
     def rows_a_step(self) -> float:
-        return statistics.mean(num_rows for num_rows, _ in self.steps)
+        return statistics.mean(step.num_rows for step in self.steps)
 
     @property
     def step_ms(self) -> float:
         """Of the device, a step with drafts of as many rows as there were in one."""
-        most = max(num_rows for num_rows, _ in self.steps)
-        return 1e3 * statistics.median(s for num_rows, s in self.steps if num_rows == most)
+        return 1e3 * statistics.median(step.device_s for step in self._largest)
+
+    @property
+    def host_ms(self) -> HostTimes:
+        """Before such steps; NaN where none followed on tokens."""
+        hosts = [step.host for step in self._largest if step.host is not None]
+        if not hosts:
+            return HostTimes(math.nan, math.nan)
+        return HostTimes(*(1e3 * statistics.median(column) for column in zip(*hosts, strict=True)))
+
+    @property
+    def _largest(self) -> list[DraftedStep]:
+        most = max(step.num_rows for step in self.steps)
+        return [step for step in self.steps if step.num_rows == most]
 
 
 def accept_synthetically(ours: EngineInProcess, probability: float = 0.0) -> SyntheticAcceptance:
@@ -381,6 +431,7 @@ def _line(work: tuple[int, int], name: str, found: Found, plain: Found) -> list[
         f"{plain.together_ms / found.together_ms:.2f}",
         f"{found.rows_a_step:.1f}" if found.steps else "",
         f"{found.step_ms:.2f}" if found.steps else "",
+        *([f"{ms:.2f}" for ms in found.host_ms] if found.steps else ["", ""]),
     ]
 
 
@@ -427,7 +478,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(describe_machine() | {"device": device, "torch": torch.__version__}, flush=True)
     header = ["rows", "keys", "drafts", "accepted length", "ms a token", "x", "all rows", "x"]
-    header += ["rows a step", "device ms"]
+    header += ["rows a step", "device ms", "host ms", "of these, processor"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or write_shapes(args.shapes, Path(scratch), args.weight_format)
         if args.draft_shapes is not None:

@@ -33,7 +33,12 @@ SETTINGS: dict[str, Any] = {
     "cache__block_size": 8,
     "cache__num_blocks": 88,  # two or three long requests fit
 }
-ON_GPUS: dict[str, Any] = {"model__device": "cuda", "workers__num_gpus": 1}
+ON_GPUS: dict[str, Any] = {
+    "model__device": "cuda",
+    "workers__num_gpus": 1,
+    "cache__block_size": 16,  # no kernel for GPUs has smaller ones
+    "cache__num_blocks": 44,
+}
 A_NUMBER = '{"type":"integer","minimum":0,"maximum":99999}'
 SCHEMA = f'{{"type":"object","properties":{{"a":{A_NUMBER}}},"required":["a"]}}'
 CONSTRAINTS = (

@@ -1,6 +1,7 @@
 """Schedulers of several ranks as one: the same tokens, the books of every rank, one loop."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,7 +18,9 @@ from engine.rank_choice import RankLoad, choose_rank
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.dp_scheduler import DpScheduler
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.scheduler import DEFAULT_LAPS
+from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.replica import (
     BLOCK_SIZE,
@@ -28,7 +31,8 @@ from tests.engine.scheduling.replica import (
     prompt_of,
 )
 from tests.engine.scheduling.running_rows import check_running
-from tests.harness.fakes import FakePendingStep, expected_output
+from tests.harness.drafters import Guesser
+from tests.harness.fakes import VOCAB_SIZE, FakePendingStep, expected_output
 
 
 class _Steps:
@@ -53,11 +57,18 @@ class Gang:
     """Devices of integers, each with a scheduler; `step` checks the books of all."""
 
     def __init__(
-        self, num_ranks: int, *, overlap: bool = False, laps: LapsConfig = DEFAULT_LAPS
+        self,
+        num_ranks: int,
+        *,
+        overlap: bool = False,
+        laps: LapsConfig = DEFAULT_LAPS,
+        draftings: Sequence[Drafting] | None = None,
     ) -> None:
+        """draftings: one a rank; None = no rank drafts."""
         self.clock = ManualClock()
         self.replicas = [
-            Replica(num_blocks=20, overlap=overlap, laps=laps) for _ in range(num_ranks)
+            Replica(num_blocks=20, overlap=overlap, laps=laps, drafting=drafting)
+            for drafting in draftings or [None] * num_ranks
         ]
         self.caches = RankCaches([replica.cache for replica in self.replicas])
         hasher = RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE)
@@ -66,6 +77,7 @@ class Gang:
         self.core = EngineCore(self.scheduler, self, self.clock, overlap=overlap)
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: list[FailureRecord] = []
+        self.plans: list[StepPlan] = []
 
     def add(
         self,
@@ -117,6 +129,7 @@ class Gang:
         return [record.token_id for record in self.records[request.key]]
 
     def launch(self, plan: StepPlan) -> _Steps:
+        self.plans.append(plan)
         steps = [
             replica.executor.launch(own) if own.step >= 0 else None
             for replica, own in zip(self.replicas, plan.of_ranks, strict=True)
@@ -201,6 +214,31 @@ def test_a_failure_is_of_its_rank_alone() -> None:
     gang.run()
     assert [failure.key for failure in gang.failures] == [bad.key]
     assert gang.output(good) == _expected(good, FIVE_TOKENS)
+
+
+def _drafting() -> Drafting:
+    guesser = Guesser(lambda request: _expected(request, request.params), vocab_size=VOCAB_SIZE)
+    return Drafting(guesser, FixedDrafts(2), holds=True)
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["short gap", "long gap"])
+def test_rows_that_wait_for_their_drafts_meet_those_of_other_ranks(is_long: bool) -> None:
+    """Though they begin a step apart; where the host's gap costs more, they go on alternately."""
+    draftings = [_drafting(), _drafting(), _drafting()]
+    for drafting in draftings if is_long else ():
+        for _ in range(60):
+            drafting.count_idle(100.0)
+    gang = Gang(3, overlap=True, draftings=draftings)
+    params = params_of(24, ignore_eos=True)
+    requests = [gang.add("a", prompt_of(5), params, rank=0)]
+    gang.step()
+    requests += [gang.add(f"{rank}", prompt_of(5, rank), params, rank=rank) for rank in (1, 2)]
+    gang.run()
+    for request in requests:
+        assert gang.output(request) == _expected(request, params)
+    after_prompts = [plan for plan in gang.plans if sum(p.num_tokens for p in plan.of_ranks)][2:]
+    met = [sum(own.num_tokens > 0 for own in plan.of_ranks) for plan in after_prompts]
+    assert (met.count(3) == 0) if is_long else (met.count(3) > len(met) // 2), met
 
 
 def test_short_prompts_of_an_idle_gang_wait_for_others() -> None:

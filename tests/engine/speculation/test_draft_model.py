@@ -97,6 +97,22 @@ def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
     assert counts.num_accepted < counts.num_drafted
 
 
+def test_drafts_end_where_a_constraint_allows_nothing(folder: Path) -> None:
+    """The request has the tokens before, and then the target says why it ends."""
+    params = SamplingParams(
+        max_tokens=9,
+        temperature=0.0,
+        ignore_eos=True,
+        allowed_token_ids=(4, 5),
+        banned_sequences=((4, 4), (4, 5), (5, 4), (5, 5)),
+    )
+    drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 4}
+    with exact_arithmetic():
+        engine = start_exact(folder, **drafts)
+        with pytest.raises(AssertionError, match="the constraint on the output allows no token"):
+            run(engine, [(list(range(3, 20)), params)])
+
+
 class _ManyOrOne(FixedDrafts):
     """Eight drafts a row and one, in turn."""
 

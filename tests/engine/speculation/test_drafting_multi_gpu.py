@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from engine.build import Engine
+from engine.cost_model import StepCosts, StepWork
 from engine.layers.context import Comm
+from engine.scheduling.drafting import Drafting
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.rank_passes import JoinedPasses
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals, save_head
@@ -105,11 +107,27 @@ def test_a_head_over_two_gpus_changes_no_answer_and_graphs_draft_the_same(
     _assert_drafts_change_no_answer(ranks, {**BASE, "model__path": str(target)}, drafts)
 
 
+def _always_wait(
+    _: Drafting,
+    decodes: StepWork,
+    num_held_rows: int,
+    costs: StepCosts,
+    *,
+    num_elsewhere: int = 0,
+) -> bool:
+    """As `Drafting.pays_to_wait`: what pays hangs on how long steps take here."""
+    return decodes.num_decode_rows > 0 and num_held_rows + num_elsewhere > 0
+
+
 @pytest.mark.parametrize("max_graph_tokens", [0, 64])
 def test_a_layer_drafts_on_gpus_with_requests_of_their_own(
-    max_graph_tokens: int, ranks: RankProcesses, tmp_path: Path
+    max_graph_tokens: int, ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With DP attention, whose answers are the same bits alone, beside others and on either GPU."""
+    """With DP attention, whose answers are the same bits alone, beside others and on either GPU.
+
+    Drafts over latents come to the host, so rows wait for them, and for those of the other GPU.
+    """
+    monkeypatch.setattr(Drafting, "pays_to_wait", _always_wait)
     sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
     save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
     settings = {
@@ -129,21 +147,27 @@ def test_a_layer_drafts_on_gpus_with_requests_of_their_own(
         assert _tokens(engine) == expected
         assert engine.core.scheduler.drafting.counts.num_drafted > 200
         assert isinstance(engine.draft_passes, JoinedPasses)
-        assert engine.draft_passes.num_met > 50
+        assert engine.draft_passes.num_met > 20
 
 
 def _assert_drafts_change_no_answer(
     ranks: RankProcesses, settings: dict[str, Any], drafts: dict[str, Any]
 ) -> None:
-    """And graphs draft the same as steps without them."""
+    """And graphs draft the same as steps without them.
+
+    Overlapped steps may leave drafts on the device, so those are compared of steps in turn.
+    """
     with _shared(ranks, settings) as plain:
         expected = _tokens(plain)
     proposals = []
-    for graphs in (True, False):
-        with _shared(ranks, settings | drafts | {"execution__cuda_graphs": graphs}) as engine:
-            proposals.append(record_proposals(engine))
+    for overlap, graphs in ((True, True), (False, True), (False, False)):
+        way = {"scheduler__overlap": overlap, "execution__cuda_graphs": graphs}
+        with _shared(ranks, settings | drafts | way) as engine:
+            found = record_proposals(engine)
             assert _tokens(engine) == expected
             assert engine.core.scheduler.drafting.counts.num_drafted > 200
+        if not overlap:
+            proposals.append(found)
     assert_same_drafts(*proposals)
 
 

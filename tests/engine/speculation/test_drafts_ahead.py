@@ -62,7 +62,7 @@ def _asked(kinds: tuple[dict[str, Any], ...], seed: int) -> list[Asked]:
 @pytest.fixture(autouse=True)
 def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pays hangs on how long steps take here; rows ahead are what is tested."""
-    monkeypatch.setattr(Drafting, "pays_to_wait", lambda *_: False)
+    monkeypatch.setattr(Drafting, "pays_to_wait", lambda *_, **__: False)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,8 @@ def test_rows_get_what_was_asked_for() -> None:
     plain, drafted = measure(MODEL, args)
     assert plain[3] == ""
     assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)  # of some 150 rows with drafts
+    wall_ms, processor_ms = map(float, drafted[10:])
+    assert 0 < processor_ms <= wall_ms
     args = build_parser().parse_args([*TINY, "--sweep", "0", "--max-drafts", "2"])
     assert len(measure(MODEL, args)) == 2
 
