@@ -56,7 +56,9 @@ class HandoffError(WorkerError):
 
 
 class NumericsError(WorkerError):
-    """The model produced NaN or infinity for this request; its blocks are never cached."""
+    """The model produced NaN or infinity for this request, whose blocks are never cached then, or
+    the constraint on its output allows no token any more.
+    """
 
 
 class PoisonedError(WorkerError):

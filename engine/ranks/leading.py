@@ -171,9 +171,10 @@ class RankReports:
             if self._end is not None:
                 raise self._end.error()
             heard = sorted(said.get(step, {}))
+            number, is_draft = step if isinstance(step, tuple) else (step, False)
             raise WorkerError(
-                f"step {step}: only ranks {heard} of {list(ranks)} followed within"
-                f" {timeout_s:.0f} s"
+                f"{'pass' if is_draft else 'step'} {number}: only ranks {heard} of {list(ranks)}"
+                f" followed within {timeout_s:.0f} s"
             )
 
     def wait_answers(self, number: int) -> list[bytes]:

@@ -174,6 +174,18 @@ def test_a_rank_that_is_killed_is_told_of_at_once(rng: random.Random, victim: in
             ranks.work(rng, 30)
 
 
+@pytest.mark.parametrize(("is_draft", "kind"), [(False, "step"), (True, "pass")])
+def test_what_ranks_do_not_report_in_time_is_named(is_draft: bool, kind: str) -> None:
+    """What drafts counts its passes by itself."""
+    ring = PlanRing(f"test-{uuid.uuid4().hex}", NUM_RANKS - 1, STUCK_S)
+    reports = RankReports(ring, NUM_RANKS, lambda end: None)
+    try:
+        with pytest.raises(WorkerError, match=rf"^{kind} 7: only ranks \[\] of \[2\] followed"):
+            reports.wait_results(7, is_draft, [2], timeout_s=0.0)
+    finally:
+        ring.close()
+
+
 def test_a_report_that_cannot_be_read_is_the_end_of_its_rank() -> None:
     """It would else be the end of the thread that notices deaths."""
     name = f"test-{uuid.uuid4().hex}"
