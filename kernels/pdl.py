@@ -1,8 +1,11 @@
 """Whether a kernel may start while the one before it still runs (programmatic dependent launch).
 
 Such a kernel waits (`griddepcontrol.wait`) before it reads what an earlier kernel wrote and before
-it writes anything. Before the wait it may touch only constants. It lets its successor start
-(`griddepcontrol.launch_dependents`) at once, because the successor waits in turn.
+it writes anything. Before the wait it may read only constants, and what was written before an
+earlier kernel that has waited; it may prefetch anything. It lets its successor start
+(`griddepcontrol.launch_dependents`) at once, because the successor waits in turn, or after the
+wait. Programs with nothing to do may leave without waiting, as long as one of the kernel waits:
+else the kernel could end before those that came before it, for which its successor waits no more.
 """
 
 from functools import cache

@@ -3,9 +3,9 @@
 FlashAttention-3 (arXiv:2407.08608) reads the blocks of K and V through a two-dimensional table
 [rows, blocks], while a step has its block ids in one flat list. `expand_blocks` writes the table on
 the device, once per step. The library's scheduler metadata (the split of each row's keys over the
-SMs) is also computed once per step and window, not once per layer. Eager steps of prompts can have
-their keys one after the other instead (`gathering.py`). Attention sinks are rounded to bf16, in
-which models publish them.
+SMs) is also computed once per step and window, not once per layer. Eager steps of prompts have
+their keys one after the other instead (`gathering.py`), unless a row has few new tokens or all of
+them see very many keys. Attention sinks are rounded to bf16, in which models publish them.
 """
 
 import importlib

@@ -9,8 +9,8 @@ groups of 128 columns where weights have scales of tiles, in whole rows where a 
     rows    the matrix units add, in fewer bits than fp32, and scales come last
 
 Weights are loaded by TMA, gate's rows before up's. The result is rounded once, to the dtype of the
-model. Not measured yet: the engine does not take them, `load_tests.lab.bench_moe` times them.
-`reference` has the weights in float64.
+model. Not measured yet: the engine takes them where asked (`execution.round_expert_inputs_from`),
+`load_tests.lab.bench_moe` times them. `reference` has the weights in float64.
 """
 
 import torch

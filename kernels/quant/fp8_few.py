@@ -309,10 +309,13 @@ def fitted_config(
     if x_group > 0 and block_k % x_group:
         block_k = gcd(block_k, x_group)
     least = max(1, _LEAST_COLUMNS // pieces)
+    # Beside its sums a program has those of a step, before they are scaled: of more rows it has
+    # registers for fewer columns.
+    most = _MOST_COLUMNS * 128 // max(128, config.block_n)
     while True:
         groups = groups_of(block_k, x_group)
         block_m = max(config.block_m, least // groups)
-        if groups == 1 or pieces * groups * block_m <= _MOST_COLUMNS:
+        if groups == 1 or pieces * groups * block_m <= most:
             break
         block_k //= 2
     stage_bytes = block_k * (config.block_n + pieces * groups * block_m)

@@ -234,10 +234,6 @@ class LightWorker:
         """Requests with a row, and those whose KV waits for one."""
         return self._num_rows + len(self._joining)
 
-    @property
-    def num_free_kv_tokens(self) -> int:
-        return self._spec.max_kv_tokens - self._num_kv_tokens
-
     # ---- prompts --------------------------------------------------------------------------------
 
     def _open_room(self, now_s: float, has_room: bool) -> StepBudget:

@@ -294,6 +294,23 @@ def test_weights_meet_the_units_of_fp8(num_tokens: int, num_pieces: int) -> None
     assert_parts_in_whole_lines(kept[1])
 
 
+def test_sums_of_a_step_leave_registers_for_all_of_them() -> None:
+    """On a GPU of few multiprocessors tiles of wide weights have 256 rows, and sums as many more.
+
+    Inputs that a gate coded have groups half as wide as a step: side by side they were spilled.
+    """
+    from kernels.quant import fp8_few
+
+    for num_tokens, num_pieces in ((64, 1), (32, 2), (32, 1)):
+        cut = fp8_few.choose_config(num_tokens, num_pieces, 12288, 28672, 78)
+        assert cut.block_n == 256
+        cut = fp8_few.fitted_config(cut, num_pieces, 64, 0, 227 * 1024)
+        columns = num_pieces * fp8_few.groups_of(cut.block_k, 64) * cut.block_m
+        assert cut.block_n * columns <= 128 * 128
+    whole = fp8_few.choose_config(64, 1, 4096, 12288, 132)  # an H200's keep their steps
+    assert fp8_few.fitted_config(whole, 1, 64, 0, 227 * 1024).block_k == whole.block_k == 128
+
+
 def assert_parts_in_whole_lines(made: Any) -> None:
     """Of a product in parts: a warp reads 512 adjacent bytes of them at once."""
     text = made.asm["ttgir"]
