@@ -233,7 +233,7 @@ def test_ngrams_that_the_device_looks_up_change_no_answer(
     counts = engine.core.scheduler.drafting.counts
     assert 20 < counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
-    assert sum(its[-1] < NEWEST for _, plan in plans for _, its in plan.drafts if its) > 20
+    assert sum(its[-1] < NEWEST for _, plan in plans for _, its in plan.drafts if its) > 5
 
 
 def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) -> None:

@@ -142,6 +142,6 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
             assert [found.tokens for found in pair.answer(asked)] == expected
     there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
-    assert_same_drafts(*proposals, num_at_least=5)
+    assert_same_drafts(*proposals, num_at_least=2)
     assert there.num_accepted > 0 or drafter == "eagle3"
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0
