@@ -128,7 +128,7 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
     """What is read moves with the KV heads: with one that all ranks have, or a part with each."""
     folder = tmp_path / "model"
     saved = _save_drafting(drafter, folder, tmp_path / "head")
-    kinds: list[Kind] = [{"temperature": 0.0}, {"temperature": 1.2}]
+    kinds: list[Kind] = [{"temperature": 0.0, "max_tokens": 30}, {"temperature": 1.2}]
     asked = with_shared_prefix(SEED, kinds)
     # A pass computes both prompts, so that drafts begin at the same token.
     settings = {**saved, "cache__num_blocks": 64, "scheduler__max_num_batched_tokens": 72}
@@ -142,6 +142,6 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
             assert [found.tokens for found in pair.answer(asked)] == expected
     there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
-    assert_same_drafts(*proposals, num_at_least=2)
+    assert_same_drafts(*proposals, num_at_least=5)
     assert there.num_accepted > 0 or drafter == "eagle3"
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0

@@ -155,7 +155,7 @@ def check_ranks() -> None:
     used = routes.ids >= 0
     error = float((total[used] - whole[used]).norm() / whole[used].norm())
     # 0.02 in the middle, 0.043 the most that was seen; without a part it is far more.
-    assert error < 0.1, f"off by {error}: inner lines are rounded by parts"
+    assert error < 0.06, f"off by {error}: inner lines are rounded by parts"
 
 
 def _outputs(x: Tensor, gate_up: CodedExperts, down: CodedExperts, routes: Routes) -> Tensor:
