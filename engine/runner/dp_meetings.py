@@ -66,7 +66,7 @@ class DpMeetings:
     def without_graph(self, step: DpStep, two_batches: TwoBatches | None) -> Meeting:
         """As `of`, of a step that replays none."""
         splits = None
-        if two_batches is not None and not self._loses_tokens(step):
+        if two_batches is not None and not self._may_reorder(step):
             few = self._attention.max_few_tokens
             splits = two_batches.split_ranks([count_rows(plan, few) for plan in step.plans])
         if splits is None:
@@ -84,6 +84,9 @@ class DpMeetings:
             split=splits[self._steps.index],
         )
 
-    def _loses_tokens(self, step: DpStep) -> bool:
-        """Whether a rank may find that it has fewer tokens than planned, which others do not."""
+    def _may_reorder(self, step: DpStep) -> bool:
+        """Whether a rank's rows may be in another order than others think.
+
+        Rows are ordered by history, and of one planned ahead of its drafts this may be shorter.
+        """
         return step.is_guessed and not self._attention.reads_lengths_on_device

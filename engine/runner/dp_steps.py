@@ -29,7 +29,7 @@ class DpStep:
     longest_row: int  # new tokens of a row of any rank
     is_decode: bool  # all ranks that have rows decode
     is_idle: bool  # no rank has rows
-    is_guessed: bool  # some rank's rows are planned as if all their drafts were right
+    is_guessed: bool  # rows of some rank are planned as if all their drafts were right
 
     @property
     def max_tokens(self) -> int:

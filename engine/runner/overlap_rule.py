@@ -124,7 +124,7 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
 
 
 def _sent_rows(spec: ModelSpec, num_ranks: int, num_mixtures: int) -> float:
-    """Rows that a rank sends, and receives as many, for each token of a step in an average layer."""
+    """Rows that a rank sends for each token of a step in an average layer; as many come."""
     if spec.has_dp_attention:  # to all others and back, in a mixture alone
         return 2 * (num_ranks - 1) * num_mixtures / spec.num_layers
     # A sum sends (n - 1) / n of a row twice; a layer has two sums.
