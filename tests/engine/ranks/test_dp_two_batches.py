@@ -75,7 +75,7 @@ def test_tokens_and_scores_are_those_of_one_rank(
     assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
 
 
-@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_rank_without_rows_takes_part_in_both_halves(
     captures: bool, two: RankProcesses, folder: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_rank_without_rows_takes_part_in_both_halves(
         assert counts.num_split_decodes + counts.num_replayed > 0
 
 
-@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_ranks_with_many_rows_and_with_one_split_alike(
     captures: bool, two: RankProcesses, folder: Path
 ) -> None:
@@ -110,8 +110,8 @@ def test_ranks_with_many_rows_and_with_one_split_alike(
 @pytest.mark.parametrize(
     ("overlap", "captures"),
     [
-        (False, False),
         (True, True),
+        pytest.param(False, False, marks=pytest.mark.nightly),
         pytest.param(True, False, marks=pytest.mark.nightly),
         pytest.param(False, True, marks=pytest.mark.nightly),
     ],
@@ -170,6 +170,7 @@ def test_a_rank_computes_halves_apart_while_others_replay_them(
     assert _kinds(ours.plans[6]) == ("extend", "extend")
 
 
+@pytest.mark.nightly
 def test_four_ranks_split_beside_latents(tmp_path: Path) -> None:
     save_model(tmp_path, "DeepseekV3ForCausalLM", num_hidden_layers=3, n_shared_experts=2)
     save_whole_numbers(tmp_path, seed=3)
