@@ -283,6 +283,20 @@ def check_some() -> None:
     _check_prompt_replays(1)
 
 
+def test_memory_is_counted_for_a_piece_and_for_what_pieces_leave_to_the_next() -> None:
+    from kernels.attention.latent_prefill import made_keys, plan_prefill, prefill_bytes
+
+    problem = build_problem([(18, 9)], SMALL)
+    work = plan_prefill(
+        problem.step, 0, SMALL, _small_tiles()["prefill_config"], block_size=16, max_piece_keys=27
+    )
+    made = made_keys(problem.up, 0, problem.store, work.pieces[0], SMALL, None)
+    one = prefill_bytes(SMALL, torch.float32, num_tokens=9, num_keys=27, max_piece_keys=27)
+    assert one == sum(part.nbytes for part in made)
+    two = prefill_bytes(SMALL, torch.float32, num_tokens=9, num_keys=54, max_piece_keys=27)
+    assert two - one == 9 * SMALL.num_heads * (SMALL.value_dim + 1) * 4
+
+
 def _check_e4m3(
     rows: Rows,
     shape: LatentShape,
