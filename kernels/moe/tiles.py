@@ -78,6 +78,9 @@ class TilePlan:
     # Quantised experts: from so many tokens on they are made matrices first, with this tile then.
     matrices_from: int = ALWAYS
     matrix_tile: Tile | None = None
+    # Tokens, of more than `few_up_to`, up to which the products compute an expert that all tokens
+    # pass along with the others; not by tiles of the copy engine, and no columns prefetched.
+    joined_up_to: int = 0
 
     def pair(self, num_tokens: int) -> Pair:
         return next(pair for pair in self.pairs if num_tokens <= pair.max_tokens)
@@ -96,6 +99,8 @@ class TilePlan:
         ends = (self.few_up_to, *(pair.max_tokens for pair in self.pairs[:-1]))
         if self.matrices_from < ALWAYS:
             ends = (*ends, self.matrices_from - 1)
+        if self.joined_up_to > self.few_up_to:
+            ends = (*ends, self.joined_up_to)
         return tuple(end for end in ends if end > 0)
 
 

@@ -75,6 +75,10 @@ def check_interpreted() -> None:
                 joined = by_kernels._experts.join(weights.shared_gate_up, weights.shared_down)
                 assert (joined is not None) == (spec is joinable and not is_deterministic)
                 by_kernels._shared._joined = joined
+                by_kernels._shared._joins = by_kernels._experts.joins
+                if joined is not None:
+                    plan = by_kernels._experts._plan
+                    by_kernels._experts._plan = replace(plan, joined_up_to=5)
             for num_tokens in (0, 1, 4, 5, 19) if spec is SPEC else (1, 6):
                 x = torch.randn(num_tokens, HIDDEN)
                 slots = torch.arange(num_tokens, dtype=torch.int32) - int(num_tokens > 3)
