@@ -9,7 +9,6 @@ them see very many keys. Attention sinks are rounded to bf16, in which models pu
 """
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
+from kernels.attention.installed import flash_attn_home
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.kv.scales import KvScales
 
-_HOMES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _HEAD_DIMS = (64, 128, 256)
 # With a window of 3,000 tokens single rows were off by 14 % on an H200 (vLLM 0.26's build), in
 # whatever way they had their keys; without one, or with 100 tokens, they were right.
@@ -68,19 +67,11 @@ def why_not_here(
         return of_heads
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
-    if _home() is None:
+    if flash_attn_home() is None:
         return (
             "neither vllm.vllm_flash_attn nor vllm_flash_attn is installed; "
             "`pip install vllm` brings the first"
         )
-    return None
-
-
-def _home() -> str | None:
-    """The first of `_HOMES` on this machine; only looks for a folder and imports nothing."""
-    for home in _HOMES:
-        if importlib.util.find_spec(home.partition(".")[0]) is not None:
-            return home
     return None
 
 
@@ -359,7 +350,7 @@ def import_library(*, has_sinks: bool = False) -> ModuleType:
 
     Raises ValueError if it is another one, or takes no sinks where there are some.
     """
-    home = _home()
+    home = flash_attn_home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)
     name = f"{home} {getattr(library, '__version__', '')}"
