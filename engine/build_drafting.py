@@ -170,7 +170,7 @@ def _build_ngrams(target: _Target) -> RequestNgrams:
     rules = NgramRules(max_corpus_tokens=asked.max_corpus_tokens)
     on_device = asked.ngrams_on_device and target.holds and executor.can_plan_ahead
     if on_device:
-        executor.look_up_drafts(min_match=rules.min_match, max_match=rules.max_match)
+        executor.look_up_drafts(rules)
     return RequestNgrams(rules, on_device=on_device)
 
 

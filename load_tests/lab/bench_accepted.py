@@ -103,7 +103,7 @@ class LookedUpDrafts(ArbitraryDrafts):
             for _, num_drafts, num_in_flight in asked
         ]
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         return self._told.tell(request)
 
     def forget(self, request: Request) -> None:

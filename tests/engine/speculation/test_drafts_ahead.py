@@ -250,6 +250,23 @@ def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) ->
     assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
 
 
+def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
+    """Of a text that repeats nothing itself, the device has a quote of the answer."""
+    draw = random.Random(SEED)
+    params = SamplingParams(max_tokens=200, temperature=9.0, ignore_eos=True, seed=SEED)
+    asked = [(draw.choices(range(3, VOCAB_SIZE), k=10), params)]
+    engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
+    counts = engine.core.scheduler.drafting.counts
+    with exact_arithmetic():
+        first = run(engine, asked)
+        before = counts.num_drafted, counts.num_accepted
+        with launched_plans() as plans:
+            assert_same(run(engine, asked), first)
+    num_right = counts.num_accepted - before[1]
+    assert 145 <= num_right >= 0.97 * (counts.num_drafted - before[0])
+    assert sum(bool(plan.rows) for _, plan in plans) < 60  # of four tokens, where 50 is the least
+
+
 def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:
     """From their first drafts until a step may give the last token."""
     draw = random.Random(SEED)
