@@ -49,7 +49,7 @@ from engine.runner.results import (
     StepTensors,
     digest_written,
 )
-from engine.runner.row_texts import RowTexts
+from engine.runner.row_texts import RowTexts, text_bytes
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
@@ -139,6 +139,11 @@ class Executor:
         """Steps that may be launched and not waited for."""
         return self._num_in_flight
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of a prompt, at most: one more is sampled."""
+        return self._max_model_len - 1
+
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
         self._keeper = keeper
@@ -223,6 +228,10 @@ class Executor:
         rows = GuessedRows(self._table, self._max_row_samples)
         texts = RowTexts(rows, self._table, max_len=self._max_model_len, rules=rules)
         self.guesses = StepGuesses(rows, self._table, self._attention, look_up=texts.look_up)
+
+    def bytes_to_look_up_drafts(self, rules: NgramRules) -> int:
+        """Memory that `look_up_drafts` takes on the device."""
+        return text_bytes(self._max_rows, self._max_model_len, rules)
 
     def give_drafts(self, place: int) -> None:
         """Queue that what the pass launched last drew is draft number `place` of the target's rows.

@@ -20,6 +20,11 @@ from engine.speculation.ngram import END, NgramRules
 from kernels.ngrams import RowEnds, look_up
 
 
+def text_bytes(max_rows: int, max_len: int, rules: NgramRules) -> int:
+    """Memory for the texts of so many rows of so many tokens."""
+    return 4 * (max_rows + 1) * (rules.quote_tokens + max_len)
+
+
 class RowTexts:
     """Texts of a target's rows, and the lookups of its own drafts in them."""
 
