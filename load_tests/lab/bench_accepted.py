@@ -166,9 +166,8 @@ class SyntheticAcceptance:
         places = torch.arange(width, device=drawn.device)
         is_judged = places < guessed.counts[:, None] - 1
         samples, drafts = drawn[guessed.lines], following[guessed.lines]
-        wrong = torch.where(samples == drafts, (drafts + 1) % 2, samples)  # another token
-        samples = torch.where(is_judged & (places < num_right), drafts, samples)
-        samples = torch.where(is_judged & (places == num_right), wrong, samples)
+        judged = torch.where(places < num_right, drafts, (drafts - 1).abs())  # or another token
+        samples = torch.where(is_judged, judged, samples)
         drawn[guessed.lines] = samples
 
     def accept(self, plan: StepPlan, result: StepResult, host: HostTimes | None) -> StepResult:
