@@ -218,9 +218,11 @@ class SpeculationConfig(_Section, frozen=True):
     adaptive: bool = True
     # ngram: tokens of finished answers that are kept, about 100 bytes each; 0 = a request's own.
     max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
-    # ngram, where steps overlap: once a request has guesses, its next ones are looked up on the
-    # device, in its own text alone, so that it is in every step and not in every other one.
-    ngrams_on_device: bool = False
+    # ngram: once a request has guesses, its next ones are looked up on the device, so that it is in
+    # every step and not in every other one; needs steps that overlap, and attention that reads
+    # lengths on the device. It searches the request's text, and of finished answers what is around
+    # the host's longest match. auto = where that is possible and takes at most 256 MiB.
+    ngrams_on_device: bool | Literal["auto"] = False
     # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
     # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that

@@ -5,6 +5,7 @@ attention it has books for each rank, whose passes are launched together; of a h
 ranks share these, and all else of what drafts is whole on each rank.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from engine.ranks.shared_stores import part_of
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured import Measured
 from engine.runner.replica import DTYPES, Replica
+from engine.runner.warm_up import warm_up_ahead
 from engine.scheduling.drafting import DraftCounts, Drafting
 from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
@@ -39,6 +41,8 @@ from engine.speculation.ngram import NgramRules
 from engine.speculation.rank_passes import JoinedPasses, OwnPasses
 from engine.speculation.rules import DEFAULT_RULES
 
+logger = logging.getLogger(__name__)
+_MAX_TEXT_BYTES = 2**28  # of the texts in which drafts are looked up: not part of what is measured
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -166,12 +170,36 @@ def build_drafting(
 
 
 def _build_ngrams(target: _Target) -> RequestNgrams:
-    asked, executor = target.config.speculation, target.measured.executor
-    rules = NgramRules(max_corpus_tokens=asked.max_corpus_tokens)
-    on_device = asked.ngrams_on_device and target.holds and executor.can_plan_ahead
+    rules = NgramRules(max_corpus_tokens=target.config.speculation.max_corpus_tokens)
+    on_device = _looks_up_ngrams(target, rules)
     if on_device:
-        executor.look_up_drafts(min_match=rules.min_match, max_match=rules.max_match)
+        executor, rows = target.measured.executor, target.measured.sizes.max_rows
+        executor.look_up_drafts(rules)
+        warm_up_ahead(executor, num_rows=rows, max_row_tokens=executor.max_row_tokens)
     return RequestNgrams(rules, on_device=on_device)
+
+
+def _looks_up_ngrams(target: _Target, rules: NgramRules) -> bool:
+    """Raises ConfigError where it is asked for and impossible."""
+    asked, executor = target.config.speculation.ngrams_on_device, target.measured.executor
+    if not asked:
+        return False
+    why = None
+    if not target.holds:
+        why = "steps do not overlap; set scheduler.overlap to true"
+    elif not executor.can_plan_ahead:
+        why = (
+            "the attention plans by lengths that the host knows; set speculation.attention_backend"
+            " to decode and model.attention.decode to triton"
+        )
+    if why is not None and asked is True:
+        raise ConfigError(f"speculation.ngrams_on_device: {why}, or set auto")
+    num_bytes = executor.bytes_to_look_up_drafts(rules)
+    if why is None and asked == "auto" and num_bytes > _MAX_TEXT_BYTES:
+        why = f"the texts of all rows would take {num_bytes / 2**20:.0f} MiB"
+    if why is not None:
+        logger.info("drafts are looked up on the host: %s", why)
+    return why is None
 
 
 # From what launches one rank's passes, and a clock.

@@ -77,8 +77,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: list[int] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []
-    # (row, index, token ids): what a row was not told of its text, from that index on. There its
-    # drafts are looked up: `given(place)` is the one numbered `place`.
+    # (row, index, token ids): what a row was not told of its text, from that index on; before index
+    # 0 is what is quoted from other texts. There its drafts are looked up: `given(place)` is the
+    # one numbered `place`.
     texts: list[tuple[int, int, list[int]]] = []
     # With DP attention, where every rank has requests of its own: the plans of all ranks, by rank.
     # Then all columns above are empty. A rank with nothing to do has an empty plan.

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kernels.ngrams import RowEnds
 
-_BLOCK = 1024
+# Places that a program looks at together: each time it waits for memory at least twice.
+_BLOCK, _NUM_WARPS = 4096, 8
 
 
 @triton.jit(do_not_specialize=["max_length", "num_rows"])
@@ -49,4 +50,5 @@ def look_up(
         texts, ends.rows, ends.lengths, ends.shortfalls, drafts,
         texts.shape[1], drafts.shape[1],
         MIN_MATCH=min_match, MAX_MATCH=max_match, NUM_DRAFTS=len(drafts), N=_BLOCK,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip

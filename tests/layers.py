@@ -147,6 +147,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.request",
         "engine.sampling",
         "engine.speculation.acceptance",
+        "engine.speculation.ngram",
     ),
     "engine.kv_calibration": ("kernels", "engine"),
     "engine.model_folder": (

@@ -139,11 +139,3 @@ def split_prompts(
         # Where half of the tokens end with a row, nothing is cut.
         return BatchSplit(row=row, row_tokens=token - sum(row_tokens[:row]), token=token)
     return split_rows(row_tokens)
-
-
-def verify_mask_start(row: int, num_keys: Sequence[int], num_drafts: int) -> int:
-    """Where row `row` begins in a batch's flat tree masks.
-
-    A row has a line of `num_keys + num_drafts` entries for each of its drafts.
-    """
-    return sum((keys + num_drafts) * num_drafts for keys in num_keys[:row])

@@ -51,12 +51,13 @@ from engine.runner.results import (
     StepTensors,
     digest_written,
 )
-from engine.runner.row_texts import RowTexts
+from engine.runner.row_texts import RowTexts, text_bytes
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
+from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
@@ -141,6 +142,11 @@ class Executor:
         """Steps that may be launched and not waited for."""
         return self._num_in_flight
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of a prompt, at most: one more is sampled."""
+        return self._max_model_len - 1
+
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
         self._keeper = keeper
@@ -220,15 +226,15 @@ class Executor:
         self._num_in_flight = 2 * num_samples  # all passes of a step, and the last one's
         self._buffers = self._step_buffers(self._max_tokens)
 
-    def look_up_drafts(self, *, min_match: int, max_match: int) -> None:
-        """Find drafts that plans leave to the device in the rows' own texts; with drafts allowed.
-
-        min_match, max_match: as of `kernels.ngrams`.
-        """
+    def look_up_drafts(self, rules: NgramRules) -> None:
+        """Find drafts that plans leave to the device in the rows' texts; with drafts allowed."""
         rows = GuessedRows(self._table, self._max_row_samples)
-        given = {"max_len": self._max_model_len, "min_match": min_match, "max_match": max_match}
-        texts = RowTexts(rows, self._table, **given)
+        texts = RowTexts(rows, self._table, max_len=self._max_model_len, rules=rules)
         self.guesses = StepGuesses(rows, self._table, self._attention, look_up=texts.look_up)
+
+    def bytes_to_look_up_drafts(self, rules: NgramRules) -> int:
+        """Memory that `look_up_drafts` takes on the device."""
+        return text_bytes(self._max_rows, self._max_model_len, rules)
 
     def give_drafts(self, place: int) -> None:
         """Queue that what the pass launched last drew is draft number `place` of the target's rows.

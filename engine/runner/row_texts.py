@@ -1,9 +1,12 @@
 """The texts of rows on the device, where drafts are looked up behind tokens that no host has seen.
 
-    told      what the host knew when it planned      | in flight   what the last step gave
-    text      [0, told)                               | samples [told, told + given)
+    quoted    of another text, before index 0
+    told      what the host knew when it planned      [0, told)
+    in flight what the last step gave                 samples [told, told + given)
 
-Each rank does so for itself, from the plan and from what its own last step left.
+What is quoted is searched as if it were the beginning of the row's text: its longest match counts,
+and that in the row's own text of equal ones. Each rank does so for itself, from the plan and from
+what its own last step left.
 """
 
 import numpy as np
@@ -13,21 +16,29 @@ from engine.kv.tables import concat_ranges
 from engine.plan import NEWEST, StepPlan
 from engine.runner.guessed_rows import GuessedRows, TokenTable
 from engine.sampling.staging import Staging
+from engine.speculation.ngram import END, NgramRules
 from kernels.ngrams import RowEnds, look_up
+
+
+def text_bytes(max_rows: int, max_len: int, rules: NgramRules) -> int:
+    """Memory for the texts of so many rows of so many tokens."""
+    return 4 * (max_rows + 1) * (rules.quote_tokens + max_len)
 
 
 class RowTexts:
     """Texts of a target's rows, and the lookups of its own drafts in them."""
 
     def __init__(
-        self, rows: GuessedRows, table: TokenTable, *, max_len: int, min_match: int, max_match: int
+        self, rows: GuessedRows, table: TokenTable, *, max_len: int, rules: NgramRules
     ) -> None:
-        """table: gets the drafts. max_len: tokens of a text."""
+        """table: gets the drafts. max_len: tokens of a row."""
         device = table.flat.device
-        self._texts = torch.zeros((len(table.newest), max_len), dtype=torch.int32, device=device)
+        self._num_quoted = rules.quote_tokens
+        shape = len(table.newest), self._num_quoted + max_len
+        self._texts = torch.full(shape, END, dtype=torch.int32, device=device)
         self._rows = rows
         self._drafts = table.entries
-        self._match = {"min_match": min_match, "max_match": max_match}
+        self._match = {"min_match": rules.min_match, "max_match": rules.max_match}
         self._staging = Staging(device)
 
     def look_up(self, plan: StepPlan) -> None:
@@ -43,6 +54,7 @@ class RowTexts:
         of_plan = [index for index, _ in found]
         rows = np.array(plan.rows, dtype=np.int64)[of_plan]
         lengths = np.array(plan.num_computed_tokens, dtype=np.int64)[of_plan] + 1
+        lengths += self._num_quoted
         in_flight = np.array([its.count(NEWEST) for _, its in found], dtype=np.int64)
         within = concat_ranges(np.zeros_like(in_flight), in_flight)
         owners = np.repeat(rows, in_flight)
@@ -56,7 +68,7 @@ class RowTexts:
     def _take_in(self, plan: StepPlan) -> None:
         counts = [len(token_ids) for _, _, token_ids in plan.texts]
         starts = np.array([start for _, start, _ in plan.texts], dtype=np.int64)
-        places = concat_ranges(starts, np.array(counts, dtype=np.int64))
+        places = concat_ranges(starts + self._num_quoted, np.array(counts, dtype=np.int64))
         owners = np.repeat([row for row, _, _ in plan.texts], counts).astype(np.int64)
         ids = np.concatenate([np.array(ids, dtype=np.int32) for _, _, ids in plan.texts])
         of_tokens, positions, tokens = self._staging.send(owners, places, ids)

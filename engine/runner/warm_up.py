@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.plan import RowAdmission, StepPlan
+import msgspec
+
+from engine.plan import NEWEST, RowAdmission, StepPlan, given
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
 
@@ -122,6 +124,57 @@ def _prompts(num_tokens: int, max_row_tokens: int) -> list[DummyRow]:
         DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, num_tokens - start))
         for start in range(0, num_tokens, max_row_tokens)
     ]
+
+
+def warm_up_ahead(executor: Executor, *, num_rows: int, max_row_tokens: int) -> None:
+    """Run steps with drafts, the second launched before those of the first are judged.
+
+    Within the given rows, and tokens of a row. Does nothing where these are too few.
+    """
+    for params in (GREEDY, *SAMPLING_KINDS[:2]):
+        guessed, ahead = _steps_ahead(params, executor.layout.block_size)
+        if num_rows < len(guessed.rows) or max_row_tokens < max(ahead.num_computed_tokens) + 2:
+            return
+        pending = [executor.launch(guessed), executor.launch(ahead)]
+        for step in pending:
+            step.wait()
+        executor.launch(release_step(num_rows=len(guessed.rows))).wait()
+
+
+def _steps_ahead(params: SamplingParams, block_size: int) -> tuple[StepPlan, StepPlan]:
+    """A row with a draft beside a chunk of a prompt; then the row with one that is looked up."""
+    known = DummyRow(num_computed_tokens=2, num_new_tokens=1, params=params)
+    # Rows of as many tokens as there are in the end, so that they have the blocks for them.
+    chunk = DummyRow(num_computed_tokens=0, num_new_tokens=known.num_tokens + 3)
+    step = dummy_step([chunk, chunk], block_size)
+    admission = msgspec.structs.replace(
+        step.admissions[0],
+        token_ids=[0] * known.num_tokens,
+        num_prompt_tokens=known.num_tokens,
+        params=params,
+    )
+    guessed = msgspec.structs.replace(
+        step,
+        admissions=[admission, *step.admissions[1:]],
+        num_new_tokens=[2, chunk.num_tokens],
+        num_computed_tokens=[known.num_computed_tokens, 0],
+        num_logits=[2, 0],
+        num_samples=[2, 0],
+        drafts=[(0, [0])],
+    )
+    ahead = StepPlan(
+        step=1,
+        rows=[0],
+        num_new_tokens=[2],
+        num_computed_tokens=[known.num_tokens + 1],
+        num_logits=[2],
+        num_samples=[2],
+        new_block_ids=[[]],
+        drafts=[(0, [NEWEST, NEWEST, given(0)])],
+        ahead=[0],
+        texts=[(0, 0, [0] * known.num_tokens)],
+    )
+    return guessed, ahead
 
 
 def dummy_step(rows: Sequence[DummyRow], block_size: int) -> StepPlan:

@@ -471,7 +471,7 @@ def _texts(
 ) -> list[tuple[int, int, list[int]]]:
     """What the device needs for drafts that it looks up, and was not told."""
     looked_up = [i for i, its_drafts in drafts.items() if its_drafts[0] < NEWEST]
-    told = [(i, *drafter.tell(requests[i])) for i in looked_up]
+    told = [(i, *piece) for i in looked_up for piece in drafter.tell(requests[i])]
     return [(i, start, token_ids) for i, start, token_ids in told if token_ids]
 
 

@@ -238,9 +238,9 @@ class DraftModel:
             found[place] = [given(number) for number in range(asked[place][1])]
         return found
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         """Nothing: passes read the device's samples themselves."""
-        return 0, []
+        return []
 
     def add_finished(self, request: Request) -> None:
         """Does nothing: a model does not learn from answers."""

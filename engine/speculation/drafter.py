@@ -7,13 +7,14 @@ are asked by the engine thread while a step is planned, so what they take delays
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.cost_model import StepCosts
 from engine.plan import given
 from engine.request import Request, RequestKey
 from engine.speculation.controller import SpeculationStatistics, StepDrafts, StepOffer
-from engine.speculation.ngram import DEFAULT_RULES, NgramDrafter, NgramRules
+from engine.speculation.ngram import DEFAULT_RULES, END, NO_QUOTE, NgramDrafter, NgramRules, Quote
 from engine.turns import Turns
 
 
@@ -56,10 +57,10 @@ class Drafter(Protocol):
         """
         ...
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
-        """The tokens that the device needs to find its drafts, and was not told; and their index.
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
+        """What the device needs to find its drafts and was not told, as in `StepPlan.texts`.
 
-        Asked once for each step with such drafts: they are told with it.
+        Asked once for each step with such drafts: it is told with it.
         """
         ...
 
@@ -91,9 +92,9 @@ class HostDrafter(ABC):
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         raise AssertionError("its drafts follow from tokens that the host knows")
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         """Nothing: no draft is looked up."""
-        return 0, []
+        return []
 
 
 class DraftPolicy(Protocol):
@@ -165,18 +166,30 @@ class FixedDrafts:
         return None
 
 
+@dataclass(slots=True)
+class _Told:
+    """What the device has of a request to look up drafts in."""
+
+    num_tokens: int = 0  # of its own text
+    quote: Quote = NO_QUOTE
+    has_quote: bool = False  # False = it has another one, or another request's
+
+
 class RequestNgrams(HostDrafter):
     """`NgramDrafter` for requests; those with a salt share no answers with others.
 
     Where the device can look up drafts, a request that has some goes on with those that the device
-    finds in its text, behind the tokens in flight, for as long as what is known of it has a match.
+    finds behind the tokens in flight, for as long as what is known of it has a match. The device
+    searches the request's own text, and of finished answers a quote around the match if that is the
+    longer one.
     """
 
     def __init__(self, rules: NgramRules = DEFAULT_RULES, *, on_device: bool = False) -> None:
         """on_device: `engine.runner.row_texts` looks up drafts by the same rules."""
         self.ngrams = NgramDrafter(rules)
+        self._rules = rules
         self._on_device = on_device
-        self._nums_told: dict[RequestKey, int] = {}
+        self._told: dict[RequestKey, _Told] = {}
 
     @property
     def pass_s(self) -> float:
@@ -206,13 +219,26 @@ class RequestNgrams(HostDrafter):
             (found,) = self.propose([(request, num_drafts)])
             ends = (at for at, token_id in enumerate(found) if token_id in request.stop_ids)
             return found[: next(ends, num_drafts)]
-        has_match = self.ngrams.propose(request.key, request.tokens, 1, with_corpus=False)
-        return [given(place) for place in range(num_drafts)] if has_match else []
+        told = self._told.setdefault(request.key, _Told())
+        num_after, with_corpus = num_in_flight + num_drafts, not request.spec.salt
+        given_text = request.key, request.tokens, told.quote, num_after
+        quote = self.ngrams.quote(*given_text, with_corpus=with_corpus)
+        if quote is None:
+            return []
+        if quote is not told.quote:
+            told.quote, told.has_quote = quote, False
+        return [given(place) for place in range(num_drafts)]
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
-        start = self._nums_told.get(request.key, 0)
-        self._nums_told[request.key] = request.num_known_tokens
-        return start, request.tokens[start:]
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
+        told = self._told.setdefault(request.key, _Told())
+        new = [(told.num_tokens, request.tokens[told.num_tokens :])]
+        told.num_tokens = request.num_known_tokens
+        if not told.has_quote:
+            size = self._rules.quote_tokens
+            blanks = [END] * (size - len(told.quote.token_ids))
+            new.append((-size, blanks + told.quote.token_ids))
+            told.has_quote = True
+        return new
 
     def add_finished(self, request: Request) -> None:
         if not request.spec.salt:
@@ -220,4 +246,4 @@ class RequestNgrams(HostDrafter):
 
     def forget(self, request: Request) -> None:
         self.ngrams.forget(request.key)
-        self._nums_told.pop(request.key, None)
+        self._told.pop(request.key, None)

@@ -33,10 +33,12 @@ class NgramRules:
     max_match: int = 32  # tokens; longer matches count as equally long
     max_candidates: int = 16  # places looked at in each of the two indices
     max_corpus_tokens: int = 262_144  # one more for each answer; 0 = answers are not kept
+    quote_tokens: int = 128  # of an answer, for who searches no answers
 
     def __post_init__(self) -> None:
         assert 1 <= self.min_match <= self.max_match, f"{self.min_match} to {self.max_match}"
         assert self.max_candidates >= 1, "a search needs a candidate"
+        assert self.quote_tokens > self.max_match, "a quote has what follows a match"
 
 
 DEFAULT_RULES = NgramRules()
@@ -51,6 +53,24 @@ class Match:
 
 
 NO_MATCH = Match(0, NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """A part of a finished answer: its tokens, and the place of the first."""
+
+    start: int
+    token_ids: list[int]
+    ends_answer: bool
+
+    def has(self, match: Match, num_after: int) -> bool:
+        """Whether it has all of the match, and `num_after` tokens behind or all that there are."""
+        num_left = self.start + len(self.token_ids) - match.place
+        is_enough = num_left >= num_after or self.ends_answer
+        return self.start <= match.place - match.num_tokens and num_left > 0 and is_enough
+
+
+NO_QUOTE = Quote(NONE, [], ends_answer=True)
 
 
 class GramIndex:
@@ -161,6 +181,16 @@ class GramIndex:
         found.extend(found[i % period] for i in range(num_tokens - period))
         return found
 
+    def quote(self, place: int, num_tokens: int) -> Quote:
+        """At most `num_tokens` tokens of the text around `place`: a longest match, what follows."""
+        start = max(self.first, place - self._rules.max_match)
+        before = list(self._tokens[start - self._offset : place - self._offset])
+        if END in before:
+            start = place - before[::-1].index(END)
+        found = list(self._tokens[start - self._offset : start - self._offset + num_tokens])
+        end = found.index(END) if END in found else len(found)
+        return Quote(start, found[:end], ends_answer=end < len(found))
+
     def check(self) -> None:
         """Assert the law, place by place; for tests."""
         seen: dict[int, int] = {}
@@ -214,17 +244,47 @@ class NgramDrafter:
         with this key, and newer ones. `with_corpus` False ignores the finished answers, as a
         request must that shares nothing with others (one with a salt).
         """
-        self.extend(key, token_ids)
         if num_drafts <= 0:
+            self.extend(key, token_ids)
             return []
+        index, best = self._find(key, token_ids, with_corpus=with_corpus)
+        return index.following(best.place, num_drafts) if best.num_tokens else []
+
+    def _find(
+        self, key: Hashable, token_ids: Sequence[int], *, with_corpus: bool
+    ) -> tuple[GramIndex, Match]:
+        """The longest match for the end of `token_ids`, and the index that it is in."""
+        self.extend(key, token_ids)
         suffix = token_ids[-self._rules.max_match :]
         index = self._texts[key]
         best = index.longest_match(suffix)
         if with_corpus and best.num_tokens < len(suffix):
             elsewhere = self._corpus.longest_match(suffix)
             if elsewhere.num_tokens > best.num_tokens:
-                best, index = elsewhere, self._corpus
-        return index.following(best.place, num_drafts) if best.num_tokens else []
+                return self._corpus, elsewhere
+        return index, best
+
+    def quote(
+        self,
+        key: Hashable,
+        token_ids: Sequence[int],
+        held: Quote,
+        num_after: int,
+        *,
+        with_corpus: bool = True,
+    ) -> Quote | None:
+        """What to search besides the request's own text, by who cannot search finished answers.
+
+        None = nothing like the end of `token_ids` is known. `held`: what is searched now, and what
+        is returned while it has the longest match and `num_after` tokens behind it, or while that
+        match is in the request itself.
+        """
+        index, best = self._find(key, token_ids, with_corpus=with_corpus)
+        if best.num_tokens == 0:
+            return None
+        if index is not self._corpus or held.has(best, num_after):
+            return held
+        return index.quote(best.place, self._rules.quote_tokens)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """Index what is new in `token_ids`; after each chunk of a prompt, it spreads the cost."""

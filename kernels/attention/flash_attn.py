@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
+from kernels.attention.gathering import (
+    MAX_GATHERED_KEYS,
+    Gathered,
+    Reads,
+    copied_bytes,
+    gather,
+)
 from kernels.attention.installed import flash_attn_home
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.kv.scales import KvScales
@@ -212,14 +218,11 @@ class FlashAttention:
         self._device = device
         self._windows = tuple(dict.fromkeys(shape.layer_windows))
 
-    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
-        """Take memory for the largest copy and give it back, so that it is counted as needed."""
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        del max_tokens
         if self._reads is Reads.TABLE:
-            return
-        num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
-        size = (2, num_keys, self._shape.num_kv_heads, self._shape.head_dim)
-        copied = torch.empty(size, dtype=self._dtype, device=self._device)
-        del copied
+            return 0
+        return copied_bytes(self._shape, self._dtype, max_rows * max_row_keys)
 
     def plan(self, step: AttentionStep) -> FlashAttentionMetadata | CopiedKeysMetadata:
         reads = self._reads or _best_reads(step)

@@ -3,8 +3,8 @@
     python -m load_tests.lab.bench_accepted --shapes qwen3-8b --drafts 3:2.5 1:1.75
     python -m load_tests.lab.bench_accepted --drafts 3:2.5 --attention-backend prefill
     python -m load_tests.lab.bench_accepted --drafts 3:2.5 --draft-shapes qwen3-draft
-    python -m load_tests.lab.bench_accepted --drafts 3:2.5 --on-device
-    python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1
+    python -m load_tests.lab.bench_accepted --drafts 3:2.5 --ngrams host device
+    python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1 --ngrams device --repeat
 
 3:2.5 = three drafts a row in every step, of which a row gets 2.5 tokens on average. Acceptance is
 synthetic: drafts are arbitrary ids that cost nothing, each step computes and samples as any other,
@@ -12,19 +12,20 @@ and then as many drafts count as are drawn here, each with one probability after
 So the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep:
 the controller decides how many drafts there are, for each such probability. --draft-shapes: a model
 of such shapes makes the drafts, by passes that are part of the time; they count as is drawn here,
-decided on the device where steps overlap. --on-device: the device looks up each row's drafts in its
-text (`speculation.ngrams_on_device`) and takes whatever it finds, so rows are in every step.
+decided on the device where steps overlap. --ngrams device: the device looks up each row's drafts in
+its text (`speculation.ngrams_on_device`) and takes whatever it finds, so rows are in every step.
 
-In this process, weights at random, greedy, no prefix cache. Milliseconds a token = 128th part of
-the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
-steps: rows with luck end early and leave the others to smaller steps. "all rows": only from when
-each row has its first token until one has its last. Rows a step: of those with drafts; fewer than
-there are means that rows take turns. The device's time is that of steps with the most rows; where
-no step is in flight meanwhile, it begins with the launch, and so has the host's part of that. The
-host's is from when it has one step's tokens until it has launched the next: with drafts from the
-host nothing hides it. Beside it, the processor's part: where that is less, others kept it from
-running, and where both are more than another time, the host was slower or did more. Plain steps run
-on the same weights in the same process. Knows no Ray and no HTTP.
+In this process, weights at random, greedy, no prefix cache, but with --repeat, where each number of
+rows has the same prompts again: computing these takes most of the time of long ones. Milliseconds a
+token = 128th part of the median for 129 tokens less that for one, of all rows together, as
+`bench_engine` times decode steps: rows with luck end early and leave the others to smaller steps.
+"all rows": only from when each row has its first token until one has its last. Rows a step: of
+those with drafts; fewer than there are means that rows take turns. The device's time is that of
+steps with the most rows; where no step is in flight meanwhile, it begins with the launch, and so
+has the host's part of that. The host's is from when it has one step's tokens until it has launched
+the next: with drafts from the host nothing hides it. Beside it, the processor's part: where that is
+less, others kept it from running, and where both are more than another time, the host was slower or
+did more. Plain steps run on the same weights in the same process. Knows no Ray and no HTTP.
 """
 
 import argparse
@@ -103,7 +104,7 @@ class LookedUpDrafts(ArbitraryDrafts):
             for _, num_drafts, num_in_flight in asked
         ]
 
-    def tell(self, request: Request) -> tuple[int, list[int]]:
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         return self._told.tell(request)
 
     def forget(self, request: Request) -> None:
@@ -165,9 +166,8 @@ class SyntheticAcceptance:
         places = torch.arange(width, device=drawn.device)
         is_judged = places < guessed.counts[:, None] - 1
         samples, drafts = drawn[guessed.lines], following[guessed.lines]
-        wrong = torch.where(samples == drafts, (drafts + 1) % 2, samples)  # another token
-        samples = torch.where(is_judged & (places < num_right), drafts, samples)
-        samples = torch.where(is_judged & (places == num_right), wrong, samples)
+        judged = torch.where(places < num_right, drafts, (drafts - 1).abs())  # or another token
+        samples = torch.where(is_judged, judged, samples)
         drawn[guessed.lines] = samples
 
     def accept(self, plan: StepPlan, result: StepResult, host: HostTimes | None) -> StepResult:
@@ -303,9 +303,12 @@ def accept_synthetically(ours: EngineInProcess, probability: float = 0.0) -> Syn
 class Bench:
     """Times numbers of rows on one engine."""
 
-    def __init__(self, ours: EngineInProcess, *, seed: int) -> None:
+    def __init__(self, ours: EngineInProcess, *, seed: int, repeats: bool = False) -> None:
+        """repeats: each number of rows has one set of prompts."""
         self._ours = ours
         self._prompts = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
+        self._repeats = repeats
+        self._drawn: dict[tuple[int, int], list[list[int]]] = {}
         drafts = ours.engine.core.scheduler.drafting.drafter is not None
         self.acceptance = accept_synthetically(ours) if drafts else None
 
@@ -332,7 +335,7 @@ class Bench:
         self, num_rows: int, num_keys: int, num_new: int, found: Found | None = None
     ) -> float:
         """From adding the prompts until each row has all; `found` gets what is in `together_s`."""
-        prompts = self._prompts.draw(num_rows, num_keys)
+        prompts = self._draw(num_rows, num_keys)
         started_s = time.perf_counter()
         nums = {self._ours.add(prompt, num_new): 0 for prompt in prompts}
         marks: list[tuple[float, int]] = []  # while all run: when, and tokens so far
@@ -351,6 +354,14 @@ class Bench:
             found.together_s.append((end_s - begin_s) * num_rows / (after - before))
         return took_s
 
+    def _draw(self, num_rows: int, num_keys: int) -> list[list[int]]:
+        if not self._repeats:
+            return self._prompts.draw(num_rows, num_keys)
+        work = num_rows, num_keys
+        if work not in self._drawn:
+            self._drawn[work] = self._prompts.draw(num_rows, num_keys)
+        return self._drawn[work]
+
 
 def save_random_weights(folder: Path) -> None:
     """All tensors that the folder's config.json says, in bf16."""
@@ -365,29 +376,61 @@ def save_random_weights(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) -> AppConfig:
-    """drafts: always so many; None with --sweep: as the controller decides; else none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What is measured beside plain steps."""
+
+    num_drafts: int  # of a row, at most
+    probabilities: Sequence[float]  # in turn
+    is_adaptive: bool = False
+    on_device: bool = False
+
+    @property
+    def name(self) -> str:
+        where = ", device" if self.on_device else ""
+        return f"controller{where}" if self.is_adaptive else f"always {self.num_drafts}{where}"
+
+
+def sides_of(args: argparse.Namespace) -> list[Side]:
+    sides: list[Side] = []
+    for where in args.ngrams:
+        on_device = where == "device"
+        for drafts in map(Drafts.parse, args.drafts):
+            chosen = [drafts.probability]
+            sides.append(
+                Side(num_drafts=drafts.num_drafts, probabilities=chosen, on_device=on_device)
+            )
+        if args.sweep:
+            given = {"num_drafts": args.max_drafts, "probabilities": args.sweep}
+            sides.append(Side(**given, is_adaptive=True, on_device=on_device))
+    return sides
+
+
+def build_config(folder: Path, args: argparse.Namespace, side: Side | None) -> AppConfig:
+    """side: None = no drafts."""
     settings: dict[str, object] = {
         "model.path": str(folder),
         "model.device": args.device,
         "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
         "model.weights": args.weights,
         "model.max_model_len": args.max_model_len,
-        "cache.enable_prefix_caching": False,
+        "cache.enable_prefix_caching": args.repeat,
         "cache.num_blocks": args.num_blocks,
         "cache.kv_dtype": args.kv_dtype,
         "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
         "scheduler.max_num_seqs": max(rows for rows, _ in args.works),
     }
-    if drafts is not None:
+    if not args.prompt_graphs:
+        settings["laps.enable_batch_prefill_cuda_graph"] = False
+    if side is not None:
         settings |= {
             "speculation.drafter": "draft_model" if args.draft_model else "ngram",
             "speculation.model_path": args.draft_model,
-            "speculation.ngrams_on_device": args.on_device,
-            "scheduler.overlap": False if args.in_turn else None,
-            "speculation.max_drafts": drafts.num_drafts,
+            "speculation.ngrams_on_device": side.on_device,
+            "scheduler.overlap": False if args.in_turn else side.on_device or None,
+            "speculation.max_drafts": side.num_drafts,
             "speculation.max_temperature": 9.0,
-            "speculation.adaptive": bool(args.sweep),
+            "speculation.adaptive": side.is_adaptive,
             "speculation.attention_backend": args.attention_backend,
             "speculation.max_graph_tokens": args.graph_tokens,
         }
@@ -397,21 +440,22 @@ def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) 
 def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
     """The lines of the table: plain steps of every work, then those with drafts."""
     ours = EngineInProcess(build_config(folder, args, None))
-    bench = Bench(ours, seed=args.seed)
-    plains = {work: bench.measure(work, args.rounds) for work in args.works}
-    lines = [_line(work, "none", found, found) for work, found in plains.items()]
-    _show(lines)
-    sides = [Drafts.parse(text) for text in args.drafts]
-    if args.sweep:
-        sides = [Drafts(num_drafts=args.max_drafts, accepted_length=1.0)]
-    for drafts in sides:
-        ours.restart(build_config(folder, args, drafts))
-        bench = Bench(ours, seed=args.seed)
+    given = {"seed": args.seed, "repeats": args.repeat}
+    bench = Bench(ours, **given)
+    plains: dict[tuple[int, int], Found] = {}
+    lines: list[list[str]] = []
+    for work in args.works:
+        plains[work] = bench.measure(work, args.rounds)
+        lines.append(_line(work, "none", plains[work], plains[work]))
+        _show(lines[-1:])
+    for side in sides_of(args):
+        ours.restart(build_config(folder, args, side))
+        bench = Bench(ours, **given)
         acceptance = bench.acceptance
         assert acceptance is not None
-        for probability in args.sweep or [drafts.probability]:
+        for probability in side.probabilities:
             acceptance.probability = probability
-            name = f"controller, p {probability:g}" if args.sweep else f"always {drafts.num_drafts}"
+            name = side.name + (f", p {probability:g}" if side.is_adaptive else "")
             for work in args.works:
                 lines.append(_line(work, name, bench.measure(work, args.rounds), plains[work]))
                 _show(lines[-1:])
@@ -460,7 +504,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-shapes", choices=sorted(SHAPES), help="of a model that drafts")
     parser.set_defaults(draft_model=None)  # its folder
     parser.add_argument("--in-turn", action="store_true", help="steps with drafts do not overlap")
-    parser.add_argument("--on-device", action="store_true", help="the device looks up drafts")
+    where = ("host", "device")
+    parser.add_argument("--ngrams", nargs="+", choices=where, default=["host"], help="in turn")
     parser.add_argument("--sweep", nargs="*", type=float, default=[], metavar="PROBABILITY")
     parser.add_argument("--max-drafts", type=int, default=8, help="with --sweep")
     parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="decode")
@@ -468,6 +513,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--repeat", action="store_true", help="the same prompts, kept in the cache")
+    parser.add_argument(
+        "--no-prompt-graphs", dest="prompt_graphs", action="store_false", help="starts sooner"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     return parser

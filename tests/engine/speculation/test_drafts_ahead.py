@@ -11,7 +11,9 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from engine import build_drafting
 from engine.build import Engine
+from engine.errors import ConfigError
 from engine.models.llama import attention_shape
 from engine.plan import NEWEST, StepPlan
 from engine.request import SamplingParams
@@ -248,6 +250,62 @@ def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) ->
     counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted >= 27
     assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
+
+
+def test_no_request_is_the_first_whose_drafts_are_looked_up(folder: Path) -> None:
+    """On a GPU it would wait for kernels to compile."""
+    with exact_arithmetic(), launched_plans() as plans:
+        engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
+    assert sum(bool(plan.ahead and plan.texts) for _, plan in plans) >= 2
+    assert not any(engine.executor._rows.tokens.is_occupied(row) for row in range(4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "overlaps", "max_bytes", "looks_up"),
+    [
+        ("auto", True, 2**28, True),
+        ("auto", True, 2**12, False),
+        ("auto", False, 2**28, False),
+        (False, True, 2**28, False),
+    ],
+)
+def test_auto_looks_drafts_up_where_that_is_possible_and_small(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: object,
+    overlaps: bool,
+    max_bytes: int,
+    looks_up: bool,
+) -> None:
+    monkeypatch.setattr(build_drafting, "_MAX_TEXT_BYTES", max_bytes)
+    given = {"speculation__ngrams_on_device": asked, "scheduler__overlap": overlaps}
+    engine = start_exact(folder, speculation__drafter="ngram", **given)
+    drafter = engine.core.scheduler.drafting.drafter
+    assert drafter is not None
+    assert drafter.can_propose_ahead == looks_up
+
+
+def test_looking_up_where_steps_do_not_overlap_is_refused(folder: Path) -> None:
+    given = {"speculation__ngrams_on_device": True, "scheduler__overlap": False}
+    with pytest.raises(ConfigError, match="ngrams_on_device: steps do not overlap; set sch"):
+        start_exact(folder, speculation__drafter="ngram", **given)
+
+
+def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
+    """Of a text that repeats nothing itself, the device has a quote of the answer."""
+    draw = random.Random(SEED)
+    params = SamplingParams(max_tokens=200, temperature=9.0, ignore_eos=True, seed=SEED)
+    asked = [(draw.choices(range(3, VOCAB_SIZE), k=10), params)]
+    engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
+    counts = engine.core.scheduler.drafting.counts
+    with exact_arithmetic():
+        first = run(engine, asked)
+        before = counts.num_drafted, counts.num_accepted
+        with launched_plans() as plans:
+            assert_same(run(engine, asked), first)
+    num_right = counts.num_accepted - before[1]
+    assert 145 <= num_right >= 0.97 * (counts.num_drafted - before[0])
+    assert sum(bool(plan.rows) for _, plan in plans) < 60  # of four tokens, where 50 is the least
 
 
 def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.speculation.ngram import NgramDrafter, NgramRules
+from engine.speculation.ngram import NO_QUOTE, NgramDrafter, NgramRules, Quote
 
 EVERY_PLACE = 10**6  # candidates
 
@@ -95,6 +95,39 @@ def test_answers_serve_other_requests_but_not_one_that_shares_nothing() -> None:
     drafter.add_finished([1, 2, 3, 4, 5])
     assert drafter.propose("a", [9, 1, 2, 3], 4) == [4, 5]
     assert drafter.propose("a", [9, 1, 2, 3], 4, with_corpus=False) == []
+
+
+def _is_useful(quote: Quote, answer: list[int], text: list[int], drafts: list[int]) -> None:
+    """The quote is of the answer, and who searches it finds what the drafter found."""
+    at = next(
+        i for i in range(len(answer)) if answer[i:][: len(quote.token_ids)] == quote.token_ids
+    )
+    ends = at + len(quote.token_ids)
+    assert quote.ends_answer == (ends == len(answer)), f"from {at} to {ends} of {len(answer)}"
+    searched = NgramDrafter(NgramRules(max_match=6)).propose("", [*quote.token_ids, *text], 4)
+    assert searched[: len(drafts)] == drafts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_quote_has_the_match_and_what_follows(seed: int) -> None:
+    rng = random.Random(seed)
+    drafter = NgramDrafter(NgramRules(max_match=6, quote_tokens=12))
+    answers = [rng.sample(range(1000 * i, 1000 * i + 999), 40) for i in range(3)]
+    for answer in answers:
+        drafter.add_finished(answer)
+    answer, held, text = rng.choice(answers), NO_QUOTE, rng.sample(range(5000, 5999), 8)
+    assert drafter.quote(0, text, held, 4) is None
+    text += answer[:2]
+    num_quotes = 0
+    for token in answer[2:]:
+        quote = drafter.quote(0, text, held, 4)
+        assert quote is not None
+        num_quotes += quote is not held
+        held = quote
+        _is_useful(held, answer, text, drafter.propose(0, text, 4))
+        text.append(token)
+    assert 4 <= num_quotes <= 15
+    assert drafter.quote(1, [9999, *answer[:2]], held, 4, with_corpus=False) is None
 
 
 def test_requests_do_not_see_each_other_before_they_finish() -> None:

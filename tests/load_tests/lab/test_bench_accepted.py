@@ -44,7 +44,10 @@ def test_drafts_of_a_model_count_as_was_asked_for() -> None:
 
 
 def test_drafts_that_the_device_looks_up_count_as_was_asked_for() -> None:
-    args = build_parser().parse_args([*TINY, "--drafts", "3:2.5", "--on-device"])
-    _, drafted = measure(MODEL, args)
+    args = build_parser().parse_args(
+        [*TINY, "--drafts", "3:2.5", "--sweep", "1", "--ngrams", "device", "--repeat"]
+    )
+    _, drafted, swept = measure(MODEL, args)
+    assert [drafted[2], swept[2]] == ["always 3, device", "controller, device, p 1"]
     assert float(drafted[3]) == pytest.approx(2.5, abs=0.4)
     assert float(drafted[8]) > 2.5  # of three rows, but where they come and go
