@@ -1,6 +1,6 @@
 """The sweep that `bench_accepted --sweep` printed as a picture: speed-up against acceptance.
 
-    python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1 --ngrams device | tee sweep.txt
+    python -m load_tests.lab.bench_accepted --sweep 0 0.5 1 --ngrams device | tee sweep.txt
     python -m load_tests.lab.plot_accepted sweep.txt --png sweep.png
 
 A line for each number of rows and of their keys, and one at 0.98, below which no point may be;
