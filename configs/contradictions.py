@@ -242,11 +242,6 @@ def _dp_attention_contradiction(config: AppConfig) -> str | None:
         return (
             f"{key}: tokens travel to experts in every step; leave out expert_exchange_min_tokens"
         )
-    if config.execution.enable_two_batch_overlap:
-        return (
-            f"{key}: with execution.enable_two_batch_overlap it is not supported yet, because ranks"
-            " would have to cut their steps alike; set one of the two to false"
-        )
     if laps.batch_prefill_form == "grid":
         return (
             f"{key}: with laps.batch_prefill_form grid it is not supported, because ranks have"

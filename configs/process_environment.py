@@ -41,14 +41,18 @@ MIDDLEWARES = "actors.ingress.header_text:middlewares"
 # a container that is stopped would be killed); HAProxy takes it out within half a second.
 MIN_DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 MIN_DRAINING_S = 3.0
-
+# How long processes of a cluster outlive its GCS (Ray: 60 s): one that we start does not come back.
+GCS_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
+GCS_AWAY_S = 5
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" = HAProxy takes HTTP connections
 
 
 def set_serve_environment() -> None:
-    """Sets Serve's defaults; what the operator has set stays."""
+    """Sets defaults of Serve's, and of a cluster that we start; what the operator has set stays."""
     set_defaults({HTTP_CALLBACK: MIDDLEWARES, MIN_DRAINING: str(MIN_DRAINING_S)})
+    if not ray_address():
+        set_defaults({GCS_AWAY: str(GCS_AWAY_S)})
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:

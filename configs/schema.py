@@ -261,7 +261,7 @@ class HandoffConfig(_Section, frozen=True):
     # For workers of which one kind has several ranks.
     pull_by_ranks: bool = False
     nccl_max_ctas: Positive = 16  # SMs that an nccl_pair may take from the decode steps
-    max_nccl_pairs: Positive = 8  # open at a time in one worker
+    max_nccl_pairs: Positive = 8  # open at a time in one worker; by ranks, in one rank
     max_in_flight_bytes: Positive = 256 * 2**20  # per sender in the object store; at least a piece
     reserve_timeout_s: Seconds = 30.0  # waiting for room at a full decode worker
     tries: Positive = 2  # times the ingress tries again elsewhere before it gives up

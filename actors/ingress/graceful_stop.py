@@ -5,19 +5,29 @@ ends its proxies first: either cuts every stream. Here the first signal asks eve
 to stop (`Ingress.stop`), waits for that, and continues as Ctrl-C does, which shuts Serve down and
 exits with 0. A second signal does not wait.
 
+A terminal, `make` or `kill -- -GROUP` signals a whole process group. So Ray's own processes get
+groups of their own: they have to live for as long as the stop takes.
+
 Only a process that builds the application itself and then starts Ray can handle its signals:
 `serve run serve_app:app`. With a YAML file Serve builds it in a process of the cluster.
 """
 
 import logging
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import ray
 from ray import serve
-from ray._private import worker as ray_worker  # Ray has no public hook behind its own handlers
+
+# Ray has no public hook behind its own handlers, and no public way to start its processes apart.
+from ray._private import services as ray_services
+from ray._private import worker as ray_worker
 
 from actors.ingress.stopping import LAST_WORDS_S
 
@@ -25,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CALL_S = 5.0  # to reach the replicas, on top of their own time
+SAME_SIGNAL_S = 0.5  # `make`, signalled with its group, passes on a SIGTERM that has come already
 
 
 def stop_gracefully_on_signals(drain_s: float, clean_up: Callable[[], None]) -> None:
@@ -35,6 +46,9 @@ def stop_gracefully_on_signals(drain_s: float, clean_up: Callable[[], None]) -> 
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
+    if sys.platform == "linux":  # elsewhere Ray itself needs the group, to end what is in it
+        in_own_group = partial(subprocess.Popen, process_group=0)
+        ray_services.ConsolePopen = in_own_group  # type: ignore[misc, assignment] # a class there
 
     def install() -> None:
         stop = _Stop(drain_s, clean_up)
@@ -50,9 +64,11 @@ class _Stop:
     def __init__(self, drain_s: float, clean_up: Callable[[], None]) -> None:
         self._drain_s = drain_s
         self._clean_up = clean_up
+        self._first_at_s = 0.0
 
     def first(self, number: int, frame: FrameType | None) -> None:
         """Drains, then continues as Ctrl-C does."""
+        self._first_at_s = time.monotonic()
         for each in SIGNALS:
             signal.signal(each, self.second)
         logger.warning(
@@ -69,6 +85,8 @@ class _Stop:
         raise KeyboardInterrupt
 
     def second(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._first_at_s < SAME_SIGNAL_S:
+            return
         self._clean_up()
         raise KeyboardInterrupt
 

@@ -15,7 +15,7 @@ acknowledged; if they do not, its digests differ.
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -112,6 +112,8 @@ class Wires:
     address: str  # where gloo listens
     config: HandoffConfig
     device: torch.device  # of this rank's store
+    _nccl: list[NcclWire] = field(default_factory=list)  # each takes memory of the GPU
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def opened(self, kind: ChannelKind, epoch: int, key: str, end: int) -> Wire:
         """end: SENDER_RANK or RECEIVER_RANK. Raises HandoffError, WorkerError."""
@@ -132,12 +134,24 @@ class Wires:
             handshake = Handshake(
                 epoch=epoch, rank=end, device=self.device, floor_gb_s=floors.nccl_pair
             )
-            return NcclWire(handshake, config.transfer_deadline_s, max_ctas=config.nccl_max_ctas)
+            return self._counted(
+                NcclWire(handshake, config.transfer_deadline_s, max_ctas=config.nccl_max_ctas)
+            )
         assert kind == "gloo_pair", f"there are no wires of kind {kind}"
         handshake = Handshake(
             epoch=epoch, rank=end, device=GlooWire.device, floor_gb_s=floors.gloo_pair
         )
         return GlooWire(handshake, config.transfer_deadline_s, self.address)
+
+    def _counted(self, wire: NcclWire) -> NcclWire:
+        """Raises HandoffError if it is one more than may be open."""
+        most = self.config.max_nccl_pairs
+        with self._counting:
+            self._nccl[:] = [one for one in self._nccl if one.is_open]
+            if len(self._nccl) >= most:
+                raise HandoffError(f"{most} nccl pairs are open already (handoff.max_nccl_pairs)")
+            self._nccl.append(wire)
+        return wire
 
 
 class HeadGiver:

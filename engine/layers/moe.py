@@ -34,9 +34,6 @@ from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes, Selection
 from kernels.moe.shared import SharedMatrices
 
-# Of more tokens each would read all of the shared expert.
-MAX_JOINED_TOKENS = 1
-
 
 class Router(Protocol):
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
@@ -62,19 +59,26 @@ class SharedOutput:
 class SharedExpert:
     """An expert that all tokens pass, with a gate of its own or without."""
 
-    __slots__ = ("_gate", "_joined", "_mlp")
+    __slots__ = ("_gate", "_joined", "_joins", "_mlp")
 
     def __init__(
-        self, *, mlp: FeedForward, gate: Linear | None, joined: SharedMatrices | None = None
+        self,
+        *,
+        mlp: FeedForward,
+        gate: Linear | None,
+        joined: SharedMatrices | None = None,
+        joins: Callable[[int], bool] | None = None,
     ) -> None:
-        """gate: hidden -> 1. joined: see `Experts.join`."""
+        """gate: hidden -> 1. joined, joins: see `Experts`."""
+        assert joined is None or joins is not None, "somebody knows which steps it is joined in"
         self._mlp = mlp
         self._gate = gate
         self._joined = joined
+        self._joins = joins
 
     def __call__(self, x: Tensor, lane: int) -> SharedOutput:
         gate = None if self._gate is None else self._gate(x, lane)
-        if self._joined is not None and len(x) <= MAX_JOINED_TOKENS:
+        if self._joined is not None and self._joins is not None and self._joins(len(x)):
             return SharedOutput(output=self._joined, gate=gate)
         return SharedOutput(output=self._mlp(x, lane), gate=gate)
 
@@ -86,9 +90,13 @@ class Experts(Protocol):
         ...
 
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
-        """The expert that all tokens pass, if the kernels of steps of up to `MAX_JOINED_TOKENS`
-        tokens compute it along with a token's others; None = it is computed by itself.
+        """The expert that all tokens pass, if kernels of some steps compute it along with a
+        token's others; None = it is computed by itself.
         """
+        ...
+
+    def joins(self, num_tokens: int) -> bool:
+        """Whether steps of so many tokens compute along what `join` returned, if it did."""
         ...
 
     def round_inputs(self, from_tokens: int | None) -> None:
@@ -123,6 +131,9 @@ class HeldExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: a token may have none of these experts."""
         return None
+
+    def joins(self, num_tokens: int) -> bool:
+        return False
 
     def round_inputs(self, from_tokens: int | None) -> None:
         self._experts.round_inputs(from_tokens)
@@ -417,6 +428,9 @@ class TorchExperts:
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """Never: torch has a product for each."""
         return None
+
+    def joins(self, num_tokens: int) -> bool:
+        return False
 
     def round_inputs(self, from_tokens: int | None) -> None:
         """See `Experts`."""

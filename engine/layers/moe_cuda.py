@@ -1,8 +1,10 @@
 """A mixture of experts on a CUDA device: which kernels of `kernels.moe` compute a step.
 
     route -> align -> gate and up -> down -> sum        by sorted routes
-    route -> gate and up -> down and sum                up to a few tokens, unless quantised;
-                                                        of one token, the shared expert's too
+    route -> gate and up -> down and sum                up to a few tokens, unless quantised
+
+The expert that all tokens pass is computed along where the plan says so, and of one token: of the
+few beyond one each would read all of it.
 
 Quantised experts are decoded on their way to the matrix units, those of 4 bits in steps of many
 tokens to matrices first. Inputs are not rounded, unless `round_inputs` says from where on.
@@ -20,13 +22,20 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.layers.expert_order import take_orders
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.moe import MAX_JOINED_TOKENS, SharedOutput
+from engine.layers.moe import SharedOutput
 from engine.layers.quantized_cuda import check_dtype, check_e4m3, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from engine.layers.rounded_experts import RoundedExperts, rounded_experts
 from kernels.device import device_properties
 from kernels.moe import combine
-from kernels.moe.align import ROUTE_SIZES, Blocks, align, blocks_of_one_token, one_each
+from kernels.moe.align import (
+    ROUTE_SIZES,
+    Blocks,
+    align,
+    blocks_of_one_token,
+    can_join,
+    one_each,
+)
 from kernels.moe.coded import CodedExperts, supports_coded
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
@@ -35,7 +44,7 @@ from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_experts, supports_mxfp4
 from kernels.moe.route_rows import route_rows
 from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
-from kernels.moe.shared import SharedMatrices
+from kernels.moe.shared import JoinedExperts, SharedMatrices
 from kernels.moe.tiles import (
     ALWAYS,
     ExpertShape,
@@ -193,7 +202,8 @@ class TritonExperts:
 
     def join(self, gate_up: LinearWeight, down: LinearWeight) -> SharedMatrices | None:
         """See `Experts`: if it is as large as one or several of these, and computed alike."""
-        if self._plan.few_up_to < MAX_JOINED_TOKENS or self._form.gate is not None:
+        plan = self._plan
+        if max(plan.few_up_to, plan.joined_up_to) == 0 or self._form.gate is not None:
             return None
         own = self._down
         if not isinstance(own, Tensor):
@@ -205,13 +215,21 @@ class TritonExperts:
         matrices = SharedMatrices(gate_up=gate_up.data, down=down.data)
         return matrices if matrices.num_parts(own.shape[2]) > 0 else None
 
+    def joins(self, num_tokens: int) -> bool:
+        """See `Experts`."""
+        if num_tokens <= self._plan.few_up_to:
+            return num_tokens <= 1
+        return num_tokens <= self._plan.joined_up_to and can_join(num_tokens * self._num_active)
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x
         if num_tokens <= self._plan.few_up_to:
             return self._compute_few(x, routes, shared)
-        output, gate = (None, None) if shared is None else (shared.computed, shared.gate)
+        output, gate = (None, None) if shared is None else (shared.output, shared.gate)
+        if isinstance(output, SharedMatrices):
+            return self._compute_joined(x, routes, output, gate)
         if self._rounded is not None and num_tokens >= self._rounded_from:
             return combine.combine(self._rounded(x, routes), routes, output, gate)
         plan = self._plan
@@ -225,6 +243,21 @@ class TritonExperts:
         weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
         outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
         return combine.combine(outputs, routes, output, gate)
+
+    def _compute_joined(
+        self, x: Tensor, routes: Routes, shared: SharedMatrices, gate: Tensor | None
+    ) -> Tensor:
+        gate_up, down = self._gate_up, self._down
+        assert isinstance(gate_up, Tensor), "nothing joins quantised experts"
+        assert isinstance(down, Tensor)
+        gate_up_tile, down_tile = self._plan.tiles(len(x))
+        num_parts = shared.num_parts(down.shape[2])
+        blocks = align(routes.ids, len(down), gate_up_tile.block_m, num_parts)
+        joined = JoinedExperts(own=gate_up, shared=shared.gate_up)
+        inner = grouped_gate_up(x, joined, routes, blocks, gate_up_tile)
+        joined = JoinedExperts(own=down, shared=shared.down)
+        outputs = grouped_down(inner, joined, routes, blocks, down_tile)
+        return combine.combine(outputs, routes, gate=gate)
 
     def _in_order(self, x: Tensor, routes: Routes) -> tuple[Tensor, Routes]:
         """A row for every route, as if it were a token's; where inputs are in order, as given."""

@@ -136,4 +136,5 @@ def _build_shared(
         mlp=build_mlp(gate_up, down, ops, is_deterministic=is_deterministic),
         gate=None if gate is None else build_linear(gate, is_deterministic=is_deterministic),
         joined=experts.join(gate_up, down),
+        joins=experts.joins,
     )

@@ -450,10 +450,11 @@ def _shared_mixture(
     if sharing == "units":
         return family.mixture
     if family.mixture is None:
-        keys = "expert_parallel"
+        keys, instead = "expert_parallel", ""
         if sharing == "dp_attention":
             keys = "enable_dp_attention and expert_parallel"
-        raise config.error("architectures", f"has no experts; set workers.{keys} to false")
+            instead = ": its ranks split heads, or more workers of one rank serve more requests"
+        raise config.error("architectures", f"has no experts; set workers.{keys} to false{instead}")
     return replace(family.mixture, sharing=sharing)
 
 

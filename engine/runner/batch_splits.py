@@ -92,6 +92,34 @@ def split_verified(row_tokens: Sequence[int]) -> BatchSplit | None:
     return None if split is None else replace(split, is_decode=True)
 
 
+def verifies_all(row_tokens: Sequence[int], row_samples: Sequence[int]) -> bool:
+    """Whether every row has one token or samples after each of its tokens: none can be cut."""
+    return max(row_tokens) == 1 or sum(row_samples) == sum(row_tokens)
+
+
+def split_step(
+    row_tokens: Sequence[int], row_samples: Sequence[int], threshold: float
+) -> BatchSplit | None:
+    """The split of a step's rows, those of one token first; None if a half would be empty.
+
+    row_samples: how many of its last tokens each row samples after; all of them are in one half.
+    """
+    if verifies_all(row_tokens, row_samples):
+        return split_verified(row_tokens)
+    split = _without_single_ends(split_prompts(row_tokens, threshold))
+    if split is None or not split.is_two_chunk:
+        return split
+    num_left = row_tokens[split.row] - split.row_tokens
+    return split if num_left >= row_samples[split.row] else split_rows(row_tokens)
+
+
+def _without_single_ends(split: BatchSplit | None) -> BatchSplit | None:
+    """Rows of one token come first in a step, so a cut leaves none behind longer rows."""
+    if split is None or split.row_tokens != 1:
+        return split
+    return BatchSplit(row=split.row, token=split.token - 1) if split.row > 0 else None
+
+
 def split_rows(row_tokens: Sequence[int]) -> BatchSplit | None:
     """The balanced boundary between rows of one token or more; None if a half would be empty."""
     row = balanced_row(row_tokens)
@@ -111,11 +139,3 @@ def split_prompts(
         # Where half of the tokens end with a row, nothing is cut.
         return BatchSplit(row=row, row_tokens=token - sum(row_tokens[:row]), token=token)
     return split_rows(row_tokens)
-
-
-def verify_mask_start(row: int, num_keys: Sequence[int], num_drafts: int) -> int:
-    """Where row `row` begins in a batch's flat tree masks.
-
-    A row has a line of `num_keys + num_drafts` entries for each of its drafts.
-    """
-    return sum((keys + num_drafts) * num_drafts for keys in num_keys[:row])

@@ -8,12 +8,12 @@ prompts, that is a graph of prompts on all: a step waits for the longest rank an
 tables.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.layers.context import Comm
 from engine.layers.row_exchange import RowExchange
 from engine.plan import StepPlan
-from engine.runner.graph_sizes import GraphSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class DpStep:
     """One step as a rank sees it."""
 
     own: StepPlan
+    plans: Sequence[StepPlan]  # of all ranks
     num_tokens: tuple[int, ...]  # of each rank; 1 = also of one without rows
     max_rows: int  # of any rank, likewise
     max_lines: int  # of logits of any rank, where each row has at least one
@@ -28,6 +29,7 @@ class DpStep:
     longest_row: int  # new tokens of a row of any rank
     is_decode: bool  # all ranks that have rows decode
     is_idle: bool  # no rank has rows
+    is_guessed: bool  # rows of some rank are planned as if all their drafts were right
 
     @property
     def max_tokens(self) -> int:
@@ -49,6 +51,7 @@ class DpSteps:
         busy = [one for one in plans if one.rows]
         return DpStep(
             own=plans[rank.index],
+            plans=plans,
             num_tokens=tuple([max(one.num_tokens, 1) for one in plans]),
             max_rows=max([len(one.rows) for one in busy], default=1),
             max_lines=max(map(_num_lines, busy), default=1),
@@ -56,17 +59,18 @@ class DpSteps:
             longest_row=max([max(one.num_new_tokens) for one in busy], default=1),
             is_decode=all(one.is_decode for one in busy),
             is_idle=not busy,
+            is_guessed=any(one.ahead or one.open_ended for one in busy),
         )
 
-    def exchange(self, step: DpStep, size: GraphSize | None) -> RowExchange:
-        """size: of the graph that ranks replay in this step; None = they replay none."""
-        if size is not None:
-            return self.padded(size.num_tokens)
+    @property
+    def index(self) -> int:
+        """Of this rank."""
+        return self._comm.rank.index
+
+    def exchange(self, step: DpStep, num_rows: Sequence[int]) -> RowExchange:
+        """num_rows: of each rank, in a step that replays no graph, or in a half of it."""
         return RowExchange.of_rows(
-            self._comm,
-            step.num_tokens,
-            has_prompts=not step.is_decode,
-            is_ordered=self.is_ordered,
+            self._comm, num_rows, has_prompts=not step.is_decode, is_ordered=self.is_ordered
         )
 
     def padded(self, num_rows: int) -> RowExchange:

@@ -21,8 +21,10 @@ from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.row_exchange import RowExchange
 from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
+from engine.runner.batch_splits import BatchSplit
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.dp_meetings import DpMeetings, Meeting
 from engine.runner.dp_steps import DpStep, DpSteps
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
@@ -120,6 +122,7 @@ class Executor:
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._graphs = StepGraphSet(max_rows, self._step_buffers)
+        self._meetings = DpMeetings(self._dp, self._graphs, attention) if self._dp else None
         self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
         self._max_row_samples = 1
         self._decode_run: DecodeRun | None = None
@@ -352,13 +355,14 @@ class Executor:
         With DP attention, this rank has rows in `plan`, as of `launch`; no rank replays a graph.
         """
         with torch.inference_mode():
-            rows = None
-            if self._dp is not None:
+            meeting = None
+            if self._dp is not None and self._meetings is not None:
                 shared = self._dp.of(plan)
-                plan, rows = shared.own, self._dp.exchange(shared, None)
+                plan = shared.own
+                meeting = self._meetings.without_graph(shared, self._two_batches)
             self._apply_rows(plan)
             batch = self._write_batch(plan, self._buffers)
-            hidden = self._forward(batch, rows=rows).hidden
+            hidden = self._forward(batch, meeting=meeting).hidden
             ends = np.empty_like(batch.first_tokens)
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
             num_logits = np.array(plan.num_logits, dtype=np.int64)
@@ -377,46 +381,50 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _dp_exchange(
-        self, shared: DpStep
-    ) -> tuple[RowExchange, StepGraphs | None, GraphSize | None]:
-        """How ranks exchange rows in a step, and the graph of those that replay one."""
-        assert self._dp is not None, "the plan of one rank"
-        graphs, size = self._graphs.choose_common(shared)
-        run = self._decode_run
-        if run is not None and (graphs is not self._graphs.decode or run.size != size):
-            run.end()
-        return self._dp.exchange(shared, size), graphs, size
+    def _meet(self, shared: DpStep) -> Meeting:
+        """How ranks compute a step together."""
+        assert self._meetings is not None, "the plan of one rank"
+        meeting = self._meetings.of(shared, self._two_batches)
+        run, graphs = self._decode_run, meeting.graphs
+        if run is not None:
+            is_decode = graphs is not None and self._graphs.is_decode(graphs)
+            if not is_decode or run.size != meeting.size:
+                run.end()
+        return meeting
 
     def _compute_idle(self, shared: DpStep) -> None:
         """Take part in what the other ranks exchange."""
-        rows, graphs, size = self._dp_exchange(shared)
+        meeting = self._meet(shared)
+        graphs, size = meeting.graphs, meeting.size
         if graphs is not None and size is not None:
             assert self._decode_run is not None, "captured with the graphs"
             self._decode_run.end()  # its inputs are overwritten
             graphs.replay(size, write_idle_batch(graphs.buffers, padded_to=size).attention)
             return
         batch = write_idle_batch(self._buffers)
-        self._forward(batch, batch.logit_indices, rows=rows)
+        self._forward(batch, batch.logit_indices, meeting=meeting)
 
     def _compute(self, plan: StepPlan, shared: DpStep | None) -> ComputedStep:
-        rows, graphs, size = (None, None, None) if shared is None else self._dp_exchange(shared)
+        meeting = None if shared is None else self._meet(shared)
         chunks = self._rows.prompt_logprobs.due(plan)
         if chunks:
-            return self._compute_everywhere(plan, chunks, rows)
+            return self._compute_everywhere(plan, chunks, meeting)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None:
-            return self._replay(self._graphs.of_decodes(inputs.size), inputs)
-        if shared is None:
+            graphs = self._graphs.of_decodes(inputs.size) if meeting is None else meeting.graphs
+            assert graphs is not None, "the run would have ended"
+            return self._replay(graphs, inputs)
+        if meeting is None:
             graphs, size = self._graphs.choose(plan)
-        elif not plan.is_decode and (graphs is None or graphs is not self._graphs.verify):
-            self._graphs.count(plan, size)
+        else:
+            graphs, size = meeting.graphs, meeting.size
+            if not plan.is_decode and (graphs is None or not self._graphs.is_verify(graphs)):
+                self._graphs.count(plan, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
-            if graphs is self._graphs.decode:
-                if self._decode_run is not None and not plan.drafts:
-                    self._decode_run.begin(plan, inputs)
-                graphs = self._graphs.of_decodes(size)
+            begins = self._graphs.is_decode(graphs) and not plan.drafts
+            if begins and self._decode_run is not None:
+                self._decode_run.begin(plan, inputs)
             return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
         samples = len(batch.sampling) > 0
@@ -425,8 +433,8 @@ class Executor:
             result = self._forward_to_last(batch)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
-            checks = not plan.is_decode
-            result = self._forward(batch, batch.logit_indices, checks_finite=checks, rows=rows)
+            lines, checks = batch.logit_indices, not plan.is_decode
+            result = self._forward(batch, lines, checks_finite=checks, meeting=meeting)
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
@@ -437,12 +445,12 @@ class Executor:
         )
 
     def _compute_everywhere(
-        self, plan: StepPlan, chunks: list[PromptChunk], rows: RowExchange | None
+        self, plan: StepPlan, chunks: list[PromptChunk], meeting: Meeting | None
     ) -> ComputedStep:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
         self._graphs.count_unreplayed(plan)
         batch = self._write_batch(plan, self._buffers)
-        result = self._forward(batch, checks_finite=True, rows=rows)
+        result = self._forward(batch, checks_finite=True, meeting=meeting)
         lines = batch.logit_indices
         hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
         return ComputedStep(
@@ -509,33 +517,37 @@ class Executor:
         logit_indices: Tensor | None = None,
         *,
         checks_finite: bool = False,
-        rows: RowExchange | None = None,
+        meeting: Meeting | None = None,
     ) -> ForwardResult:
         """The residual stream after the final norm, at `logit_indices` (None: at every token).
 
-        rows: with DP attention.
+        meeting: with DP attention.
         """
-        if self._two_batches and (split := self._two_batches.split(batch)):
-            parts = self._two_batches.parts(batch, split)
-            return self._two_batches.forward(
+        exchanges = () if meeting is None else meeting.exchanges
+        split = self._split(batch) if meeting is None else meeting.split_of(batch)
+        if split is not None:
+            parts = self.two_batches.parts(batch, split)
+            return self.two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._table.flat),
                 split,
-                self._part_contexts(parts, batch.num_tokens),
+                self._part_contexts(parts, batch.num_tokens, exchanges or (None, None)),
                 [None if logit_indices is None else part.chosen for part in parts],
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+        rows = exchanges[0] if exchanges else None
         ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens), rows=rows)
         ids = resolve_input_ids(batch.input_ids, self._table.flat)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
-        if self._two_batches and (split := self._two_batches.split(batch)):
-            parts = self._two_batches.parts(batch, split)
+        split = self._split(batch)
+        if split is not None:
+            parts = self.two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
             contexts = self._part_contexts(parts, batch.num_tokens)
-            return self._two_batches.forward(
+            return self.two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._table.flat),
                 split,
                 [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
@@ -550,23 +562,32 @@ class Executor:
         ids = resolve_input_ids(batch.input_ids, self._table.flat)
         return self.model.forward(ids, ctx, checks_finite=True)
 
+    def _split(self, batch: InputBatch) -> BatchSplit | None:
+        return None if self._two_batches is None else self._two_batches.split(batch)
+
     def _last(self, attention: AttentionStep, lane: int = 0) -> LastTokens:
         """Every row's last token, which alone is computed after the last layer's K and V."""
         step = self._last_token_steps.of(attention)
         ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
         return LastTokens(indices=step.indices, ctx=replace(ctx, lane=lane))
 
-    def _part_contexts(self, parts: Sequence[BatchPart], num_tokens: int) -> list[ForwardContext]:
-        """num_tokens: of the whole step, by which all parts decide alike."""
+    def _part_contexts(
+        self,
+        parts: Sequence[BatchPart],
+        num_tokens: int,
+        rows: Sequence[RowExchange | None] = (None, None),
+    ) -> list[ForwardContext]:
+        """num_tokens: of the whole step, by which all parts decide alike. rows: of each part."""
         exchanges = self._exchanges(num_tokens)
         return [
             replace(
                 self._context(part.positions, part.slots, self._attention.plan(part.attention)),
                 lane=lane,
                 exchanges=exchanges,
+                rows=exchange,
                 fused_sums=None,
             )
-            for lane, part in enumerate(parts)
+            for lane, (part, exchange) in enumerate(zip(parts, rows, strict=True))
         ]
 
     def _exchanges(self, num_tokens: int) -> bool:

@@ -272,6 +272,21 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.first_tokens[-1] + self.attention.num_new_tokens[-1])
 
 
+class RowCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that a step computes and samples of each row, in batch order."""
+
+    new_tokens: list[int]
+    samples: list[int]
+
+
+def count_rows(plan: StepPlan, max_few_tokens: int = 1) -> RowCounts:
+    """As in the batch of `write_input_batch`, whose `max_few_tokens` it is; none without rows."""
+    if not plan.rows:
+        return RowCounts(new_tokens=[], samples=[])
+    rows = _rows_of(plan, None, max_few_tokens)
+    return RowCounts(new_tokens=rows.num_new.tolist(), samples=rows.num_samples.tolist())
+
+
 def write_input_batch(
     plan: StepPlan,
     request_rows: RequestRows,
@@ -304,6 +319,7 @@ def write_idle_batch(buffers: StepBuffers, *, padded_to: GraphSize | None = None
     It attends to the first token of block 0, whatever that is, and writes nothing.
     """
     zero, none = np.zeros(1, np.int64), np.empty(0, np.int64)
+    num_span = 1 if padded_to is None else padded_to.span_tokens or 1
     rows = _Rows(
         plan_rows=zero,
         rows=np.array([buffers.max_rows]),
@@ -313,12 +329,12 @@ def write_idle_batch(buffers: StepBuffers, *, padded_to: GraphSize | None = None
         num_samples=zero,
         sampling=none,
         num_after=None,
-        cu_tokens=np.arange(2),
+        cu_tokens=np.arange(2) * num_span,
     )
     cu_blocks, block_ids = np.arange(2), np.zeros(1, np.int32)
     fields = _begin(buffers, rows, cu_blocks, block_ids, padded_to)
     for name, value in (("input_ids", 0), ("positions", 0), ("slots", -1)):
-        fields[name][0] = value
+        fields[name][num_span - 1] = value
     return _send(buffers, rows, cu_blocks, block_ids, padded_to)
 
 

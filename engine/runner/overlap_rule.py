@@ -89,6 +89,7 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
     hidden = spec.hidden_size
     # Rows of gate, up and down in all layers: held, and used by a token on average.
     dense = used = mixed = active = 0.0
+    num_mixtures = 0
     for layer in range(spec.num_layers):
         mixture = spec.mixture_at(layer)
         if mixture is None:
@@ -96,12 +97,15 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
             used += spec.intermediate_size
         else:
             shared = mixture.shared_size or 0
+            num_mixtures += 1
             dense += shared
             # A rank that has all of a shared expert computes its share of the tokens with it.
-            used += shared / num_ranks if mixture.replicates_shared else shared
+            used += shared / num_ranks if mixture.may_share_tokens else shared
             mixed += mixture.num_held * mixture.expert_size
             routes_here = mixture.num_active * mixture.num_held / mixture.num_experts
-            active += routes_here * mixture.expert_size
+            # With DP attention, as many tokens of each other rank come.
+            num_sources = num_ranks if mixture.has_dp_attention else 1
+            active += num_sources * routes_here * mixture.expert_size
     attention = _attention_weights(spec)
     held_and_used = (
         (attention, attention),
@@ -115,9 +119,16 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
             PartCosts(weight_bytes=held * element_bytes, flops_per_token=2 * used)
             for held, used in held_and_used
         ),
-        # A sum sends and receives (n - 1) / n of its bytes twice; a layer has two sums.
-        sum_bytes_per_token=2 * 2 * (num_ranks - 1) / num_ranks * hidden * element_bytes,
+        sum_bytes_per_token=_sent_rows(spec, num_ranks, num_mixtures) * hidden * element_bytes,
     )
+
+
+def _sent_rows(spec: ModelSpec, num_ranks: int, num_mixtures: int) -> float:
+    """Rows that a rank sends for each token of a step in an average layer; as many come."""
+    if spec.has_dp_attention:  # to all others and back, in a mixture alone
+        return 2 * (num_ranks - 1) * num_mixtures / spec.num_layers
+    # A sum sends (n - 1) / n of a row twice; a layer has two sums.
+    return 2 * 2 * (num_ranks - 1) / num_ranks
 
 
 def _attention_weights(spec: ModelSpec) -> int:

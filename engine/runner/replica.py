@@ -228,7 +228,6 @@ class Replica:
 
     def _build(self, num_blocks: int) -> Executor:
         sizes = self._sizes
-        capacity = num_blocks * self._layout.block_size
         attention = self._build_attention()
         try:
             attention.prepare(
@@ -262,13 +261,7 @@ class Replica:
         if self._overlaps:
             self._overlap_two_batches(executor)
         self._use_second_stream(executor)
-        warm_up(
-            executor,
-            num_rows=sizes.max_rows,
-            num_blocks=num_blocks,
-            max_tokens=min(sizes.max_tokens, capacity),
-            max_row_tokens=self.max_row_tokens,
-        )
+        self._warm_up(executor, attention)
         recorder = None
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
@@ -279,6 +272,23 @@ class Replica:
             self._lag_and_capture(executor, recorder)
         executor.expert_loads = self._expert_loads
         return executor
+
+    def _warm_up(self, executor: Executor, attention: Phases) -> None:
+        """Run each kind of step once, beside as much memory as attention takes in the largest."""
+        sizes, num_blocks = self._sizes, executor.kv_store.num_blocks
+        num_bytes = attention.working_bytes(
+            max_tokens=sizes.max_tokens, max_rows=sizes.max_rows, max_row_keys=self._max_model_len
+        )
+        # Freed for steps to use: a trial that has run them counts it as taken.
+        working_memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        warm_up(
+            executor,
+            num_rows=sizes.max_rows,
+            num_blocks=num_blocks,
+            max_tokens=min(sizes.max_tokens, num_blocks * self._layout.block_size),
+            max_row_tokens=self.max_row_tokens,
+        )
+        del working_memory
 
     def _choose_sums(self, executor: Executor) -> None:
         """How ranks add up what whole experts give."""

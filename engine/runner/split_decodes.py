@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
@@ -74,9 +75,8 @@ class SplitDecodes:
         )
 
     def refresh(self, size: GraphSize, metadata: tuple[Any, Any], step: AttentionStep) -> None:
-        """step: of more than half of the size's rows, as each size is the least that holds it."""
+        """step: of more than half of the size's rows, unless another rank has those."""
         split = split_of(size)
-        assert step.num_rows > split.row, f"{step.num_rows} rows in a graph of {size.num_rows}"
         first, second = metadata
         self._attention.refresh(first, _rows_of(step, 0, split.row))
         self._attention.refresh(second, _rows_of(step, split.row, step.num_rows))
@@ -103,7 +103,19 @@ class SplitDecodes:
 
 
 def _rows_of(step: AttentionStep, start: int, end: int) -> AttentionStep:
-    """Rows [start, end) of a step on the host; the device's are the graph's."""
+    """Rows [start, end) of a step on the host; the device's are the graph's.
+
+    Where a step has none of them, a row of one padding token.
+    """
+    if start >= step.num_rows:
+        return AttentionStep(
+            num_single_rows=1,
+            num_new_tokens=np.ones(1, np.int64),
+            num_computed_tokens=np.zeros(1, np.int64),
+            cu_blocks=np.arange(2),
+            block_ids=step.block_ids,
+            device_rows=step.device_rows,
+        )
     return AttentionStep(
         num_single_rows=min(max(step.num_single_rows - start, 0), end - start),
         num_new_tokens=step.num_new_tokens[start:end],

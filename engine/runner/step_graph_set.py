@@ -114,9 +114,7 @@ class StepGraphSet:
         """The kind of graphs of such a step and the size that holds it; None = there is none."""
         num_rows, step = len(plan.rows), (plan.num_tokens, max(plan.num_new_tokens))
         if self.verify is not None and _is_short(plan, self._row_tokens):
-            size = self.verify.size_for(num_rows, *step)
-            split = self._split_of(plan, size) if size else None
-            return (self.verify, size) if split is None else (self._split_verify, split)
+            return self._choose_verify(num_rows, *step)
         is_decode = plan.is_decode
         graphs = self.decode if is_decode else self.prompt
         if plan.drafts:  # these graphs have a line of logits for each of their rows
@@ -124,6 +122,8 @@ class StepGraphSet:
         size = graphs.size_for(num_rows, *step) if graphs else None
         if not is_decode:
             self.count(plan, size)
+        elif size is not None:
+            graphs = self.of_decodes(size)
         return graphs, size
 
     def choose_common(self, step: DpStep) -> tuple[StepGraphs | None, GraphSize | None]:
@@ -131,11 +131,12 @@ class StepGraphSet:
         tokens = step.max_tokens, step.longest_row
         is_short = step.has_drafts and not step.is_decode and step.longest_row <= self._row_tokens
         if self.verify is not None and is_short:
-            return self.verify, self.verify.size_for(step.max_rows, *tokens)
+            return self._choose_verify(step.max_rows, *tokens)
         graphs = self.decode if step.is_decode else self.prompt
-        if graphs is None:
-            return None, None
-        return graphs, graphs.size_for(step.max_lines, *tokens)
+        size = graphs.size_for(step.max_lines, *tokens) if graphs else None
+        if step.is_decode and size is not None:
+            graphs = self.of_decodes(size)
+        return graphs, size
 
     def count_unreplayed(self, plan: StepPlan) -> None:
         """Count a step that replays no graph whatever its size."""
@@ -149,7 +150,17 @@ class StepGraphSet:
             return whole
         return split if two_batches.splits_decode(size.num_rows) else whole
 
-    def _split_of(self, plan: StepPlan, whole: GraphSize) -> GraphSize | None:
+    def _choose_verify(
+        self, num_rows: int, num_tokens: int, longest_row: int
+    ) -> tuple[StepGraphs | None, GraphSize | None]:
+        assert self.verify is not None, "no step with drafts was captured"
+        size = self.verify.size_for(num_rows, num_tokens, longest_row)
+        split = self._split_verify_size(num_rows, num_tokens, longest_row, size) if size else None
+        return (self.verify, size) if split is None else (self._split_verify, split)
+
+    def _split_verify_size(
+        self, num_rows: int, num_tokens: int, longest_row: int, whole: GraphSize
+    ) -> GraphSize | None:
         """The split graph that computes a step with drafts instead of the whole one; None = none.
 
         Its spans must hold little padding where rows have few drafts.
@@ -157,13 +168,22 @@ class StepGraphSet:
         graphs, two_batches = self._split_verify, self._two_batches
         if graphs is None or two_batches is None:
             return None
-        num_rows = len(plan.rows)
-        size = graphs.size_for(num_rows, plan.num_tokens, max(plan.num_new_tokens))
+        size = graphs.size_for(num_rows, num_tokens, longest_row)
         if size is None or size.num_tokens > _MAX_SPAN_PADDING * whole.num_tokens:
             return None
         has_halves = num_rows > size.num_rows // 2
         pays = has_halves and two_batches.splits_decode(size.num_rows, self._row_tokens)
         return size if pays else None
+
+    def is_decode(self, graphs: StepGraphs) -> bool:
+        """Whether they compute one token of each row, as one batch or two."""
+        return graphs is self.decode or graphs is self._split_decode
+
+    def is_verify(self, graphs: StepGraphs) -> bool:
+        return graphs is self.verify or graphs is self._split_verify
+
+    def is_split(self, graphs: StepGraphs | None) -> bool:
+        return graphs is not None and graphs in (self._split_decode, self._split_verify)
 
     def count(self, plan: StepPlan, size: GraphSize | None) -> None:
         """Count a step with prompts; size: of the graph that it replays, if any."""

@@ -7,6 +7,10 @@ The parts are derived from the batch's tensors on the device: nothing more is se
 planned by attention on its own, and the whole is then not planned. A cut row's second half finds
 the first half's K and V in the store, because each stage runs for the first part first.
 
+With DP attention every rank splits its own rows, all ranks in the same steps, and the rows of each
+half meet those of the other ranks' for the experts. A rank without rows for a half has a padding
+token in it.
+
 Knows no requests and no sampling: whoever asks for hidden states gets them in the same order.
 """
 
@@ -15,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,19 +38,16 @@ from engine.layers.schedules import (
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import (
-    BatchSplit,
-    split_prompts,
-    split_rows,
-    split_sequences,
-    split_verified,
-)
+from engine.runner.batch_splits import BatchSplit, split_sequences, split_step, verifies_all
 from engine.runner.graphs import OverlapStatistics
-from engine.runner.inputs import InputBatch
+from engine.runner.inputs import InputBatch, RowCounts, StepBuffers, write_idle_batch
 from engine.runner.overlap_rule import OverlapRule
 from kernels.attention.protocol import AttentionStep, RowTensors
 
 logger = logging.getLogger(__name__)
+
+_ALL_SECOND = BatchSplit(row=0, token=0)
+_PADDING_TOKENS = 1  # of a half without others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class TwoBatches:
         self.rule = rule
         self._threshold = threshold
         self._block_size = block_size
+        self._padding = _padding_part(model.device)
         is_cuda = model.device.type == "cuda"
         self._lanes: Lanes = StreamLanes(model.device) if is_cuda else InlineLanes()
         self._annotate = _nvtx if is_cuda else _no_mark
@@ -120,23 +123,39 @@ class TwoBatches:
     def split(self, batch: InputBatch) -> BatchSplit | None:
         """Where to split a step; None = not at all. Depends on the batch's numbers alone, so that
         all ranks decide alike."""
-        self._num_steps += 1
-        row_tokens: list[int] = batch.attention.num_new_tokens.tolist()
-        split = self._find_split(batch, row_tokens)
-        if split is None:
-            return None
-        num_second = batch.num_tokens - split.token
-        pays = self.rule.pays(split.token, num_second, is_decode=split.is_decode)
-        logger.debug(
-            "two batches: split=%s row=%d token=%d is_two_chunk=%s is_decode=%s new_tokens=%s",
-            *(pays, split.row, split.token, split.is_two_chunk, split.is_decode, row_tokens),
+        row_samples = np.bincount(batch.sampling, minlength=batch.num_rows)
+        own = RowCounts(
+            new_tokens=batch.attention.num_new_tokens.tolist(), samples=row_samples.tolist()
         )
+        splits = self.split_ranks([own])
+        return None if splits is None else splits[0]
+
+    def split_ranks(self, ranks: Sequence[RowCounts]) -> list[BatchSplit] | None:
+        """Where each of several ranks, some of which may have no rows, splits its own part of a
+        step; None = no rank does.
+
+        One whose rows cannot be split has all of them in its second half. A step waits for the
+        largest halves, so these decide.
+        """
+        self._num_steps += 1
+        busy = [rows for rows in ranks if rows.new_tokens]
+        found = [_split_of(rows, self._threshold) for rows in ranks]
+        if not any(found):
+            return None
+        is_decode = all(verifies_all(rows.new_tokens, rows.samples) for rows in busy)
+        splits = [replace(split or _ALL_SECOND, is_decode=is_decode) for split in found]
+        num_first = max(split.token for split in splits)
+        num_second = max(
+            sum(rows.new_tokens) - split.token for rows, split in zip(ranks, splits, strict=True)
+        )
+        pays = self.rule.pays(num_first, num_second, is_decode=is_decode)
+        logger.debug("two batches: split=%s of_ranks=%s new_tokens=%s", pays, splits, ranks)
         if not pays:
             return None
-        self._num_decodes += split.is_decode
-        self._num_prompts += not split.is_decode
-        self._num_two_chunk += split.is_two_chunk
-        return split
+        self._num_decodes += is_decode
+        self._num_prompts += not is_decode
+        self._num_two_chunk += any(split.is_two_chunk for split in splits)
+        return splits
 
     def splits_decode(self, num_rows: int, row_tokens: int = 1) -> bool:
         """Whether a captured step of so many rows, padding included, is split.
@@ -154,36 +173,31 @@ class TwoBatches:
         self._num_replayed += pays
         return pays
 
-    def _find_split(self, batch: InputBatch, row_tokens: list[int]) -> BatchSplit | None:
-        """Where the halves meet; None if one would be empty."""
-        num_single, num_samples = batch.attention.num_single_rows, len(batch.sampling)
-        if num_single == batch.num_rows or num_samples == batch.num_tokens:
-            return split_verified(row_tokens)
-        split = _without_single_ends(split_prompts(row_tokens, self._threshold))
-        if split is not None and not _holds_its_samples(batch, split):
-            return split_rows(row_tokens)
-        return split
-
     def parts(self, batch: InputBatch, split: BatchSplit) -> tuple[BatchPart, BatchPart]:
-        """Both halves; their tensors are views of the batch's or derived on its device."""
+        """Both halves; their tensors are views of the batch's or derived on its device.
+
+        A half without tokens is one of padding.
+        """
         token, step = split.token, batch.attention
         num_first = int((batch.sampling < split.row).sum())
         lines = batch.logit_indices
-        return (
-            BatchPart(
+        first = second = self._padding
+        if token > 0:
+            first = BatchPart(
                 positions=batch.positions[:token],
                 slots=batch.slots[:token],
                 attention=first_half(step, split, self._block_size),
                 chosen=None if lines is None else lines[:num_first],
-            ),
-            BatchPart(
+            )
+        if token < batch.num_tokens:
+            second = BatchPart(
                 # Copies: kernels are compiled for aligned addresses.
                 positions=batch.positions[token:].clone(),
                 slots=batch.slots[token:].clone(),
                 attention=second_half(step, split),
                 chosen=None if lines is None else lines[num_first:] - token,
-            ),
-        )
+            )
+        return first, second
 
     def forward(
         self,
@@ -206,28 +220,47 @@ class TwoBatches:
         x, lines_of = self._model.embed(input_ids, contexts[0].comm), chosen
         if self._model.exports_all:
             lines_of = (None, None)
+        halves = x[: split.token], x[split.token :]
         flows = [
-            Flow(ctx=ctx, x=half, slots=ctx.slots, chosen=lines, checks_finite=checks_finite)
-            for ctx, half, lines in zip(
-                contexts, (x[: split.token], x[split.token :]), lines_of, strict=True
+            Flow(
+                ctx=ctx,
+                x=half if len(half) else x.new_zeros(_PADDING_TOKENS, x.shape[1]),
+                slots=ctx.slots,
+                chosen=lines,
+                checks_finite=checks_finite,
             )
+            for ctx, half, lines in zip(contexts, halves, lines_of, strict=True)
         ]
         drive(stages, flows, self._lanes, lag=schedule.lag, annotate=self._annotate)
-        first, second = (self._model.result(flow) for flow in flows)
-        kept = [flow.entering for flow in flows]
-        entering = {layer: torch.cat([streams[layer] for streams in kept]) for layer in kept[0]}
-        hidden = first.hidden
+        results = [self._model.result(flow) for flow in flows]
         if contexts[0].last is not None:  # a cut row's last token is the second half's
-            hidden = hidden[: split.row]
+            results[0] = replace(results[0], hidden=results[0].hidden[: split.row])
+        kept = [(r, f) for r, f, half in zip(results, flows, halves, strict=True) if len(half)]
+        flags = [result.is_finite for result, _ in kept if result.is_finite is not None]
+        streams = [flow.entering for _, flow in kept]
         result = ForwardResult(
-            hidden=torch.cat((hidden, second.hidden)),
-            is_finite=(
-                None
-                if first.is_finite is None or second.is_finite is None
-                else torch.cat((first.is_finite, second.is_finite))
-            ),
+            hidden=torch.cat([result.hidden for result, _ in kept]),
+            is_finite=torch.cat(flags) if flags else None,
         )
+        entering = {layer: torch.cat([one[layer] for one in streams]) for layer in streams[0]}
         return self._model.exporting(result, _of_whole(chosen, split), entering)
+
+
+def _split_of(rows: RowCounts, threshold: float) -> BatchSplit | None:
+    """None also of a rank without rows."""
+    return split_step(rows.new_tokens, rows.samples, threshold) if rows.new_tokens else None
+
+
+def _padding_part(device: torch.device) -> BatchPart:
+    """What a rank computes where it has nothing for a half."""
+    buffers = StepBuffers(max_rows=1, max_tokens=1, max_block_ids=1, device=device)
+    batch = write_idle_batch(buffers)
+    return BatchPart(
+        positions=batch.positions,
+        slots=batch.slots,
+        attention=batch.attention,
+        chosen=batch.logit_indices,
+    )
 
 
 def _of_whole(chosen: Sequence[Tensor | None], split: BatchSplit) -> Tensor | None:
@@ -289,21 +322,6 @@ def second_half(step: AttentionStep, split: BatchSplit) -> AttentionStep:
             block_ids=rows.block_ids,
         ),
     )
-
-
-def _without_single_ends(split: BatchSplit | None) -> BatchSplit | None:
-    """Rows of one token come first in a step, so a cut leaves none behind longer rows."""
-    if split is None or split.row_tokens != 1:
-        return split
-    return BatchSplit(row=split.row, token=split.token - 1) if split.row > 0 else None
-
-
-def _holds_its_samples(batch: InputBatch, split: BatchSplit) -> bool:
-    """Whether all samples of a cut row lie in its second part."""
-    if not split.is_two_chunk:
-        return True
-    left = int(batch.attention.num_new_tokens[split.row]) - split.row_tokens
-    return left >= int((batch.sampling == split.row).sum())
 
 
 def _nvtx(name: str) -> AbstractContextManager[object]:

@@ -347,10 +347,11 @@ class Drafting:
             )
             for num in (num_rows, num_here)
         )
-        if num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s):
-            return True
+        return num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s)
+
+    def count_going_on(self) -> None:
+        """The rows of a step do not wait for those held, so it measures no gap."""
         self._gap_s *= _GAP_FADE
-        return False
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.

@@ -182,7 +182,11 @@ class Scheduler:
         """As `plan`, in turns: others plan while what drafts here computes."""
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
         self._blocks.nonfinite_block_ids += self._host_loads.settle()
-        if self.waits_for_held_rows() or (grown := self._grow_rows()) is None:
+        if self.waits_for_held_rows():
+            return None
+        if self.num_held_rows > 0 and len(self._running.decode_columns) and not self.has_prompts:
+            self.drafting.count_going_on()
+        if (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_num_batched_tokens - len(decodes)

@@ -9,7 +9,6 @@ them see very many keys. Attention sinks are rounded to bf16, in which models pu
 """
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
+from kernels.attention.gathering import (
+    MAX_GATHERED_KEYS,
+    Gathered,
+    Reads,
+    copied_bytes,
+    gather,
+)
+from kernels.attention.installed import flash_attn_home
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.kv.scales import KvScales
 
-_HOMES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _HEAD_DIMS = (64, 128, 256)
 # With a window of 3,000 tokens single rows were off by 14 % on an H200 (vLLM 0.26's build), in
 # whatever way they had their keys; without one, or with 100 tokens, they were right.
@@ -68,19 +73,11 @@ def why_not_here(
         return of_heads
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
-    if _home() is None:
+    if flash_attn_home() is None:
         return (
             "neither vllm.vllm_flash_attn nor vllm_flash_attn is installed; "
             "`pip install vllm` brings the first"
         )
-    return None
-
-
-def _home() -> str | None:
-    """The first of `_HOMES` on this machine; only looks for a folder and imports nothing."""
-    for home in _HOMES:
-        if importlib.util.find_spec(home.partition(".")[0]) is not None:
-            return home
     return None
 
 
@@ -221,14 +218,11 @@ class FlashAttention:
         self._device = device
         self._windows = tuple(dict.fromkeys(shape.layer_windows))
 
-    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
-        """Take memory for the largest copy and give it back, so that it is counted as needed."""
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        del max_tokens
         if self._reads is Reads.TABLE:
-            return
-        num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
-        size = (2, num_keys, self._shape.num_kv_heads, self._shape.head_dim)
-        copied = torch.empty(size, dtype=self._dtype, device=self._device)
-        del copied
+            return 0
+        return copied_bytes(self._shape, self._dtype, max_rows * max_row_keys)
 
     def plan(self, step: AttentionStep) -> FlashAttentionMetadata | CopiedKeysMetadata:
         reads = self._reads or _best_reads(step)
@@ -359,7 +353,7 @@ def import_library(*, has_sinks: bool = False) -> ModuleType:
 
     Raises ValueError if it is another one, or takes no sinks where there are some.
     """
-    home = _home()
+    home = flash_attn_home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)
     name = f"{home} {getattr(library, '__version__', '')}"

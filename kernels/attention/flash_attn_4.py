@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention.flash_attn import expand_blocks, expand_blocks_torch
-from kernels.attention.gathering import MAX_GATHERED_KEYS, Gathered, Reads, gather
+from kernels.attention.gathering import (
+    MAX_GATHERED_KEYS,
+    Gathered,
+    Reads,
+    copied_bytes,
+    gather,
+)
 from kernels.attention.names import BackendUnavailable
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors, build_step
 from kernels.kv.scales import KvScales
@@ -101,13 +107,9 @@ class FlashAttention4:
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
         """Compile every form that steps of so many rows take; nothing compiles later.
 
-        Memory for the largest gathering is taken and given back, so that whoever measures what is
-        left for the store counts it. Raises BackendUnavailable if the library cannot compile here.
+        Raises BackendUnavailable if the library cannot compile here.
         """
-        shape = self._shape
-        num_keys = min(MAX_GATHERED_KEYS, max_rows * max_row_keys)
-        gathered = [self._zeros(num_keys, shape.num_kv_heads) for _ in range(2)]
-        del gathered
+        del max_row_tokens, max_row_keys
         try:
             self._compile(max_rows)
         except torch.OutOfMemoryError:
@@ -118,6 +120,10 @@ class FlashAttention4:
                 f"flash_attn.cute cannot compile here: {reason}; {_VERSIONS}, or name another"
                 " backend for prompts, such as flash_attn or triton"
             ) from error
+
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        del max_tokens
+        return copied_bytes(self._shape, self._dtype, max_rows * max_row_keys)
 
     def _compile(self, max_rows: int) -> None:
         shape = self._shape

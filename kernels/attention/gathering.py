@@ -20,10 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention.protocol import AttentionStep
+from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_lines
 
 MAX_GATHERED_KEYS = 131_072
+_LINE_BYTES = 8  # the number of a key's line
+
+
+def copied_bytes(shape: AttentionShape, dtype: torch.dtype, num_keys: int) -> int:
+    """The memory of one layer's copies, and of the lines of all windows, with `num_keys` keys."""
+    num_keys = min(num_keys, MAX_GATHERED_KEYS)
+    num_windows = len(set(shape.layer_windows))
+    a_key = shape.num_kv_heads * shape.head_dim * dtype.itemsize + num_windows * _LINE_BYTES
+    return 2 * num_keys * a_key
 
 
 class Reads(Enum):

@@ -23,6 +23,7 @@ from kernels.attention.latent_prefill import (
     latent_prefill,
     made_keys,
     plan_prefill,
+    prefill_bytes,
     prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep
@@ -70,14 +71,23 @@ class FlashLatent:
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
 
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
-        del max_row_tokens
+        del max_rows, max_row_tokens, max_row_keys
         prepare_pieces(
             self._shape,
             self._config,
             block_size=self._block_size,
             dtype=self._dtype,
             device=self._device,
-            num_keys=min(self._max_piece_keys, max_rows * max_row_keys),
+        )
+
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        """Joined keys come on top of what they are made of."""
+        return prefill_bytes(
+            self._shape,
+            self._dtype,
+            num_tokens=max_tokens,
+            num_keys=max_rows * max_row_keys,
+            max_piece_keys=self._max_piece_keys,
             num_more=self._shape.num_heads * self._shape.query_dim,
         )
 

@@ -35,6 +35,7 @@ from kernels.pdl import pdl_supported
 
 PIECE_BYTES = 512 * 2**20  # of made keys and values
 _ROW_TILE = 128
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,31 @@ class LatentPrefill:
 
 def keys_a_piece(shape: LatentShape, dtype: torch.dtype, piece_bytes: int) -> int:
     """Keys whose made keys, values and vectors take at most `piece_bytes`; at least one."""
-    made = shape.num_heads * (shape.nope_dim + shape.value_dim)
-    return max(1, piece_bytes // ((made + shape.width) * dtype.itemsize))
+    return max(1, piece_bytes // (_numbers_a_key(shape) * dtype.itemsize))
+
+
+def _numbers_a_key(shape: LatentShape) -> int:
+    """Of its vector, and of the key and the value that are made of it for each head."""
+    return shape.num_heads * (shape.nope_dim + shape.value_dim) + shape.width
+
+
+def prefill_bytes(
+    shape: LatentShape,
+    dtype: torch.dtype,
+    *,
+    num_tokens: int,
+    num_keys: int,
+    max_piece_keys: int,
+    num_more: int = 0,
+) -> int:
+    """The memory of a piece, and of what is kept between pieces if there are several.
+
+    num_more: numbers that a key has besides those here.
+    """
+    of_piece = min(num_keys, max_piece_keys) * (_numbers_a_key(shape) + num_more) * dtype.itemsize
+    if num_keys <= max_piece_keys:
+        return of_piece
+    return of_piece + num_tokens * shape.num_heads * (shape.value_dim + 1) * _FP32_BYTES
 
 
 def plan_prefill(
@@ -301,16 +325,8 @@ def prepare_pieces(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    num_keys: int,
-    num_more: int = 0,
 ) -> None:
-    """Compile the kernel for a first, a last, an only piece and one between.
-
-    Takes and gives back the memory of a piece of `num_keys` keys, each with `num_more` numbers
-    besides those here, so that whoever measures what is left counts it.
-    """
-    made = shape.num_heads * (shape.nope_dim + shape.value_dim)
-    torch.empty((num_keys, made + shape.width + num_more), dtype=dtype, device=device)
+    """Compile the kernel for a first, a last, an only piece and one between."""
 
     def zeros(*size: int) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)

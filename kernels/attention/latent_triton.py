@@ -28,6 +28,7 @@ from kernels.attention.latent_prefill import (
     keys_a_piece,
     latent_prefill,
     plan_prefill,
+    prefill_bytes,
     prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
@@ -102,14 +103,24 @@ class TritonLatent:
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
         if self._is_fixed_tile:
             return  # no keys are made
-        del max_row_tokens
+        del max_rows, max_row_tokens, max_row_keys
         prepare_pieces(
             self._shape,
             self._prefill_config,
             block_size=self._block_size,
             dtype=self._dtype,
             device=self._device,
-            num_keys=min(self._max_piece_keys, max_rows * max_row_keys),
+        )
+
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        if self._is_fixed_tile:
+            return 0
+        return prefill_bytes(
+            self._shape,
+            self._dtype,
+            num_tokens=max_tokens,
+            num_keys=max_rows * max_row_keys,
+            max_piece_keys=self._max_piece_keys,
         )
 
     def plan(self, step: AttentionStep) -> TritonLatentMetadata:

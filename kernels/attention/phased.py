@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.attention.protocol import (
     AttentionStep,
+    CopyingAttention,
     GraphPlanner,
     PreparedAttention,
     RowTensors,
@@ -125,6 +126,19 @@ class Phases:
                 backend.prepare(
                     max_rows=max_rows, max_row_tokens=max_row_tokens, max_row_keys=max_row_keys
                 )
+
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        """At most what a step takes at once besides its operands; the phases run one by one."""
+        return max(
+            (
+                backend.working_bytes(
+                    max_tokens=max_tokens, max_rows=max_rows, max_row_keys=max_row_keys
+                )
+                for backend in (self._prefill, self._decode)
+                if isinstance(backend, CopyingAttention)
+            ),
+            default=0,
+        )
 
     def plan(self, step: AttentionStep) -> PhasedMetadata:
         num_single = step.num_single_rows

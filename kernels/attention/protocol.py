@@ -228,6 +228,18 @@ class PreparedAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class CopyingAttention(Protocol):
+    """What a backend offers whose steps take memory of their own, which they give back."""
+
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        """At most what a step takes at once.
+
+        max_tokens: new tokens of all rows; max_row_keys: keys of one row, its history included.
+        """
+        ...
+
+
 class GraphPlanner(StepPlanner, Protocol):
     """What a backend offers whose steps can be captured in a CUDA graph.
 

@@ -1,7 +1,7 @@
 """Selects the attention backend, once, by name or by device and shape.
 
-"auto" never depends on which packages are installed: a missing package is an error that names it,
-not a silent change to another backend with another speed.
+A backend that is named and not installed is an error that says how to get it. "auto" is one that is
+installed; a warning says if another one would be faster.
 """
 
 import importlib.util
@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from kernels.attention.installed import installed_or_triton
 from kernels.attention.latent import LatentShape
 from kernels.attention.names import AttentionName as AttentionName
 from kernels.attention.names import AttentionNames as AttentionNames
@@ -95,7 +96,7 @@ def _build_paged(names: AttentionNames, target: _Target, *, fixed_tile: bool) ->
 
 
 def automatic_name(phase: _Phase, shape: AttentionShape, device: DeviceProperties) -> AttentionName:
-    """The meaning of "auto", by device and shape alone.
+    """The meaning of "auto" by device and shape, where all packages are installed.
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
@@ -126,7 +127,8 @@ def why_not(
 def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
     chosen = name
     if name == "auto":
-        chosen = automatic_name(phase, target.shape, device_properties(target.device))
+        device = device_properties(target.device)
+        chosen = installed_or_triton(automatic_name(phase, target.shape, device))
     reason = _why_not_phase(chosen, phase, target)
     if reason is None:
         return chosen

@@ -1,8 +1,8 @@
 """Chooses the backends of latent attention (MLA) by name, device and shape.
 
 "auto" is `triton` for single tokens and, on Hopper with heads of FlashAttention-3's sizes,
-`flash_attn` for prompts, else `triton`; `reference` on a CPU and for numbers of 32 bits. As for
-other attention it does not depend on which packages are installed.
+`flash_attn` for prompts, else `triton`; `reference` on a CPU and for numbers of 32 bits. Where
+FlashAttention-3 is not installed it is `triton` with a warning.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention.installed import installed_or_triton
 from kernels.attention.latent import (
     FLASH_HEADS,
     GraphLatent,
@@ -68,7 +69,7 @@ def build_latent_verification(
 
 
 def automatic_name(phase: str, target: Target) -> AttentionName:
-    """The meaning of "auto"."""
+    """The meaning of "auto", where all packages are installed."""
     device = device_properties(target.device)
     if not device.is_gpu or target.dtype not in _DTYPES or not _has_sizes(target):
         return "reference"
@@ -107,7 +108,7 @@ def _resolve(name: AttentionName, phase: str, target: Target, *, fixed_tile: boo
     """The backend that `name` stands for. Raises BackendUnavailable if it cannot serve."""
     works = _FIXED_TILE if fixed_tile else _NAMES[phase]
     if name == "auto":
-        chosen = "triton" if fixed_tile else automatic_name(phase, target)
+        chosen = "triton" if fixed_tile else installed_or_triton(automatic_name(phase, target))
     elif name in works:
         chosen = name
     else:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from kernels.attention.flash_attn import LibraryCall
-from kernels.attention.gathering import to_device
+from kernels.attention.gathering import MAX_GATHERED_KEYS, copied_bytes, to_device
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton import TritonAttention, TritonMetadata
 from kernels.kv.scales import KvScales
 from kernels.kv.widen import widen
 
-MAX_COPIED_KEYS = 131_072
 # Copying a key takes as long as the difference between both kernels for so many queries.
 _MIN_QUERIES = 64
 
@@ -57,18 +56,15 @@ class WidenedAttention:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
-        """Take memory for the largest copy and give it back, so that it is counted as needed."""
-        num_keys = min(MAX_COPIED_KEYS, max_rows * max_row_keys)
-        size = (2, num_keys, self._shape.num_kv_heads, self._shape.head_dim)
-        copied = torch.empty(size, dtype=self._dtype, device=self._device)
-        del copied
+    def working_bytes(self, *, max_tokens: int, max_rows: int, max_row_keys: int) -> int:
+        del max_tokens
+        return copied_bytes(self._shape, self._dtype, max_rows * max_row_keys)
 
     def plan(self, step: AttentionStep) -> CopiedKeys | TritonMetadata:
         num_keys = step.num_computed_tokens + step.num_new_tokens
         cu_keys = np.concatenate(([0], np.cumsum(num_keys)))
         num_queries = int((step.num_new_tokens * num_keys).sum())  # of all keys together
-        if cu_keys[-1] > MAX_COPIED_KEYS or num_queries < _MIN_QUERIES * cu_keys[-1]:
+        if cu_keys[-1] > MAX_GATHERED_KEYS or num_queries < _MIN_QUERIES * cu_keys[-1]:
             return self._triton.plan(step)
         return CopiedKeys(
             rows=step.device_rows,

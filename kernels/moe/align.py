@@ -4,7 +4,9 @@
                                  to a whole number of blocks
     experts   [blocks]           the block's expert; -1 = the block is not used
 
-Routes without expert (-1) are in no block. The order is that of a stable counting sort, found
+Routes without expert (-1) are in no block. An expert that all tokens pass can be given blocks too,
+the first ones: its parts are experts after all others, and places of a token after its own, so that
+route t (k + parts) + j is the j-th of token t. The order is that of a stable counting sort, found
 without atomics on places. Few routes take one kernel: the program of an expert counts the routes of
 the experts before it, and then writes its own one after the other. Many take three: the routes of
 each chunk are counted; the program of an expert finds where its routes of each chunk begin; and the
@@ -48,6 +50,11 @@ def max_blocks(num_routes: int, num_experts: int, block_m: int) -> int:
     return (num_routes + most_used * (block_m - 1)) // block_m
 
 
+def can_join(num_routes: int) -> bool:
+    """Whether so many routes are sorted by the kernel that also writes those of a shared expert."""
+    return num_routes <= _MAX_UNCOUNTED
+
+
 @triton.jit
 def _count_chunk(ids_ptr, start, num_routes, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
     """Routes of each expert in one chunk, int32 [BLOCK_E]."""
@@ -74,12 +81,17 @@ def _moe_count_kernel(
 
 
 @triton.jit
-def _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK: tl.constexpr):
+def _write_routes(
+    ids_ptr, routes_ptr, start, place, expert, num_routes, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Write the expert's routes of one chunk from `place` on; returns the place after them."""
     routes = start + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + routes, mask=routes < num_routes, other=-1)
     is_mine = (ids == expert).to(tl.int32)
     places = place + tl.cumsum(is_mine, axis=0) - 1
+    if SHARED > 0:
+        routes += routes // TOP_K * SHARED
     tl.store(routes_ptr + places, routes, mask=is_mine == 1)
     return place + tl.sum(is_mine, axis=0)
 
@@ -91,6 +103,21 @@ def _write_expert(experts_ptr, expert, num_blocks):
         blocks = start + tl.arange(0, 128)
         value = tl.zeros((128,), dtype=tl.int32) + expert
         tl.store(experts_ptr + blocks, value, mask=blocks < num_blocks)
+
+
+@triton.jit
+def _write_shared(
+    routes_ptr, experts_ptr, part, num_tokens, blocks_a_part, E: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks of one part of the expert that all tokens pass: a route of each token."""
+    first = part * blocks_a_part
+    _write_expert(experts_ptr + first, E + part, blocks_a_part)
+    for start in range(0, blocks_a_part * BLOCK_M, CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        routes = tl.where(tokens < num_tokens, tokens * (TOP_K + SHARED) + TOP_K + part, -1)
+        places = routes_ptr + first * BLOCK_M + tokens
+        tl.store(places, routes, mask=tokens < blocks_a_part * BLOCK_M)
 
 
 @triton.jit
@@ -127,16 +154,30 @@ def _moe_align_kernel(
     num_routes,
     num_blocks,
     E: tl.constexpr,
+    TOP_K: tl.constexpr,  # only if SHARED > 0, else 1
+    SHARED: tl.constexpr,  # parts of the expert that all tokens pass
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program an expert, and one for the blocks that are not used."""
+    """One program an expert, one for the blocks that are not used, and one a shared part."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
+    if SHARED > 0:
+        num_tokens = num_routes // TOP_K
+        blocks_a_part = (num_tokens + BLOCK_M - 1) // BLOCK_M
+        if expert > E:
+            _write_shared(
+                routes_ptr, experts_ptr, expert - E - 1, num_tokens, blocks_a_part, E, TOP_K,
+                SHARED, BLOCK_M, CHUNK,
+            )  # fmt: skip
+            return
+        experts_ptr += SHARED * blocks_a_part
+        routes_ptr += SHARED * blocks_a_part * BLOCK_M
+        num_blocks -= SHARED * blocks_a_part
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     for start in range(0, num_routes, CHUNK):
         counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
@@ -144,7 +185,9 @@ def _moe_align_kernel(
     if expert < E:
         place = first * BLOCK_M
         for start in range(0, num_routes, CHUNK):
-            place = _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK)
+            place = _write_routes(
+                ids_ptr, routes_ptr, start, place, expert, num_routes, TOP_K, SHARED, CHUNK
+            )
         _fill_last_block(routes_ptr, place, (first + mine) * BLOCK_M, BLOCK_M)
 
 
@@ -213,27 +256,34 @@ def _moe_place_kernel(
     tl.store(routes_ptr + offsets + rank, routes, mask=ids >= 0)
 
 
-def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
-    """ids: int32 [T, k], contiguous, -1 = no expert; T k >= 1."""
+def align(ids: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> Blocks:
+    """ids: int32 [T, k], contiguous, -1 = no expert; T k >= 1.
+
+    num_shared: parts of an expert that all tokens pass; of no more routes than `can_join` allows.
+    """
     num_routes = ids.numel()
     assert ids.is_contiguous(), f"ids have strides {ids.stride()}"
     assert num_routes > 0, "no routes"
     num_blocks = max_blocks(num_routes, num_experts, block_m)
+    num_blocks += num_shared * triton.cdiv(len(ids), block_m)
     routes = torch.empty((num_blocks, block_m), dtype=torch.int32, device=ids.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     blocks = Blocks(routes=routes, experts=experts)
     if num_routes > _MAX_UNCOUNTED:
+        assert num_shared == 0, f"a shared expert beside {num_routes} routes"
         _align_many(ids, blocks, num_experts)
         return blocks
     is_small = num_routes <= _SMALL_CHUNK
     use_pdl = pdl_supported(ids.device)
-    _moe_align_kernel[(num_experts + 1,)](
+    _moe_align_kernel[(num_experts + 1 + num_shared,)](
         ids,
         routes,
         experts,
         num_routes,
         num_blocks,
         E=num_experts,
+        TOP_K=ids.shape[1] if num_shared else 1,
+        SHARED=num_shared,
         BLOCK_E=_num_bins(num_experts),
         BLOCK_M=block_m,
         # Few routes would pay for a whole chunk.
@@ -308,13 +358,23 @@ def blocks_of_one_token(ids: Tensor, routes: Tensor) -> Blocks:
     return Blocks(routes=routes, experts=ids[0])
 
 
-def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
+def align_reference(ids: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> Blocks:
     """The same on any device; places of blocks that are not used hold -1."""
-    num_blocks = max_blocks(ids.numel(), num_experts, block_m)
+    num_tokens, num_active = ids.shape
+    blocks_a_part = -(-num_tokens // block_m)
+    num_blocks = max_blocks(ids.numel(), num_experts, block_m) + num_shared * blocks_a_part
     routes = torch.full((num_blocks, block_m), -1, dtype=torch.int32)
     experts = torch.full((num_blocks,), -1, dtype=torch.int32)
+    places = torch.arange(num_tokens * (num_active + num_shared)).view(num_tokens, -1)
     first = 0
-    for expert, indices in routes_by_expert(ids.cpu()):
+    for part in range(num_shared):
+        end = first + blocks_a_part
+        experts[first:end] = num_experts + part
+        routes[first:end].view(-1)[:num_tokens] = places[:, num_active + part].int()
+        first = end
+    own = places[:, :num_active].flatten()
+    for expert, found in routes_by_expert(ids.cpu()):
+        indices = own[found]
         end = first + -(-len(indices) // block_m)
         experts[first:end] = expert
         routes[first:end].view(-1)[: len(indices)] = indices.int()

@@ -11,8 +11,9 @@ blocks, where the second reads them one after the other and puts its own in the 
 A tile has the same rows of gate and up, so that the gate is applied before anything is written:
 they alternate, or, where the copy engine (TMA) loads them, gate's come first. Lines and rows of
 routes without expert are not written. A grid holds as many blocks as there can be; programs of
-unused ones end at once. What may be prefetched before the product before is complete is as in
-`kernels.moe.few`. Quantised experts are decoded on their way (coded.py). Torch twins:
+unused ones end at once. The parts of an expert that all tokens pass can be experts after the
+others, of weight 1 (`JoinedExperts`). What may be prefetched before the product before is complete
+is as in `kernels.moe.few`. Quantised experts are decoded on their way (coded.py). Torch twins:
 `gate_up_reference` and `down_reference`, both by route.
 """
 
@@ -33,6 +34,7 @@ from kernels.moe.gate import gate_factor, up_factor
 from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_product, prefetch_tile
 from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
+from kernels.moe.shared import JoinedExperts
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import knows_e4m3, uses_ptx
@@ -90,15 +92,33 @@ def weight_rows(
 
 
 @triton.jit
-def _product(
-    x_pointers, is_row, weight_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
-    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _rows_of(
+    weight_ptr, shared_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
+    IS_GATED: tl.constexpr, NUM_EXPERTS: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
+    """Pointers to the first columns of an expert's rows, or a shared part's, [BLOCK_N, 1]."""
+    rows = weight_rows(tile_n, N, IS_GATED, BLOCK_N)[:, None]
+    own = weight_ptr + (expert.to(tl.int64) * N + rows) * K
+    if SHARED > 0:
+        part = tl.maximum(expert - NUM_EXPERTS, 0).to(tl.int64)
+        if IS_GATED:
+            # Gate's rows of all parts come before up's.
+            behind = tl.where(rows >= N // 2, (SHARED - 1) * (N // 2), 0)
+            shared = shared_ptr + (part * (N // 2) + rows + behind) * K
+        else:
+            shared = shared_ptr + part * K + rows.to(tl.int64) * (SHARED * K)
+        own = tl.where(expert >= NUM_EXPERTS, shared, own)
+    return own
+
+
+@triton.jit
+def _product(
+    x_pointers, is_row, first_columns, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate. See `_rows_of`."""
     k_offsets = tl.arange(0, BLOCK_K)
-    w_rows = weight_rows(tile_n, N, IS_GATED, BLOCK_N)
-    first_row = expert.to(tl.int64) * N
-    w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
+    w_pointers = first_columns + k_offsets[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         x = _load_rows(x_pointers, is_row, k_offsets, k, K, BLOCK_K)
@@ -171,6 +191,19 @@ def gated(  # noqa: ANN201
 
 
 @triton.jit
+def _weights_of(scales_ptr, routes, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """What outputs of routes are multiplied by; shared parts' by 1."""
+    routes = tl.maximum(routes, 0)
+    if SHARED > 0:
+        place = routes % (TOP_K + SHARED)
+        own = routes // (TOP_K + SHARED) * TOP_K + place
+        scales = tl.load(scales_ptr + own, mask=place < TOP_K, other=1.0)
+    else:
+        scales = tl.load(scales_ptr + routes)
+    return scales
+
+
+@triton.jit
 def _bias_of(
     bias_ptr, expert, tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BY_TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,8 +233,9 @@ def _moe_grouped_kernel(
     scales_ptr,  # fp32 [routes] unless IS_GATED
     prefetched_ptr,  # the weight if PREFETCH_K
     bias_ptr,  # [experts, N] or None
+    shared_ptr,  # [SHARED N, K] if IS_GATED, else [N, SHARED K], if SHARED > 0
     # outputs
-    y_ptr,  # [num_blocks BLOCK_M, N // 2] if IS_GATED, else [routes, N]
+    y_ptr,  # [num_blocks BLOCK_M, N // 2] if IS_GATED, else [routes, N], shared parts' too
     # constants
     num_blocks,
     N: tl.constexpr,
@@ -228,6 +262,9 @@ def _moe_grouped_kernel(
     USES_PTX: tl.constexpr = False,
     UNROLL: tl.constexpr = 1,
     IS_MXFP4: tl.constexpr = False,  # `Mxfp4Experts`
+    # `JoinedExperts`
+    NUM_EXPERTS: tl.constexpr = 0,
+    SHARED: tl.constexpr = 0,  # parts
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -248,7 +285,7 @@ def _moe_grouped_kernel(
     is_route = (routes >= 0)[:, None]
     x_pointers = x
     if IS_GATED:
-        tokens = (tl.maximum(routes, 0) // TOP_K)[:, None].to(tl.int64)
+        tokens = (tl.maximum(routes, 0) // (TOP_K + SHARED))[:, None].to(tl.int64)
         x_pointers = x + tokens * K + tl.arange(0, BLOCK_K)[None, :]
     elif not BY_TMA:
         x_pointers = x + lines[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
@@ -264,16 +301,17 @@ def _moe_grouped_kernel(
             NUM_STAGES, HAS_FACTORS, KNOWS_E4M3, USES_PTX, UNROLL, IS_MXFP4,
         )  # fmt: skip
     else:
-        acc = _product(
-            x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
+        first_columns = _rows_of(
+            weight, shared_ptr, expert, tile_n, N, K, IS_GATED, NUM_EXPERTS, SHARED, BLOCK_N
         )
+        acc = _product(x_pointers, is_route, first_columns, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias_ptr is not None:
         acc += _bias_of(bias_ptr, expert, tile_n, N, IS_GATED, BY_TMA, BLOCK_N)[None, :]
     if IS_GATED:
         y = gated(acc, ALPHA, LIMIT, BY_TMA, BLOCK_M, WIDTH)
         y_lines = lines
     else:
-        y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]
+        y = acc * _weights_of(scales_ptr, routes, TOP_K, SHARED)[:, None]
         y_lines = routes
     outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
     offsets = y_lines[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
@@ -283,7 +321,7 @@ def _moe_grouped_kernel(
 
 def grouped_gate_up(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: ExpertWeight | JoinedExperts,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -301,7 +339,7 @@ def grouped_gate_up(
 
 def grouped_down(
     inner: Tensor,
-    weight: ExpertWeight,
+    weight: ExpertWeight | JoinedExperts,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -309,18 +347,20 @@ def grouped_down(
 ) -> Tensor:
     """inner: as `grouped_gate_up` returns it, weight: [experts, hidden, n].
 
-    Returns [T, k, hidden], weighted; rows of routes without expert are not written.
+    Returns [T, k, hidden], weighted, of joined experts [T, k + parts, hidden]; rows of routes
+    without expert are not written.
     """
     num_tokens, num_active = routes.ids.shape
+    num_places = num_active + (weight.num_parts if isinstance(weight, JoinedExperts) else 0)
     assert inner.shape[0] == blocks.routes.numel(), f"{inner.shape} for {blocks.routes.shape}"
-    y = inner.new_empty((num_tokens, num_active, weight.shape[1]))
+    y = inner.new_empty((num_tokens, num_places, weight.shape[1]))
     _launch(inner, weight, routes, blocks, y, tile, form, is_gated=False)
     return y
 
 
 def _launch(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: ExpertWeight | JoinedExperts,
     routes: Routes,
     blocks: Blocks,
     y: Tensor,
@@ -338,6 +378,12 @@ def _launch(
     rows: Tensor | TensorDescriptor = x
     if tile.by_tma and not is_gated:
         rows = TensorDescriptor.from_tensor(x, [block_m, tile.block_k])
+    shared: Tensor | None = None
+    joining: dict[str, int] = {}
+    if isinstance(weight, JoinedExperts):
+        _check_joined(weight, tile, form)
+        joining = {"NUM_EXPERTS": weight.shape[0], "SHARED": weight.num_parts}
+        shared, weight = weight.shared, weight.own
     operand, coding = _operand(x, weight, tile, is_gated=is_gated)
     _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
         rows,
@@ -347,6 +393,7 @@ def _launch(
         routes.weights,
         weight if isinstance(weight, Tensor) else weight.data,
         form.gate_up_bias if is_gated else form.down_bias,
+        shared,
         y,
         num_blocks,
         N=num_rows,
@@ -365,7 +412,19 @@ def _launch(
         num_stages=tile.num_stages,
         launch_pdl=use_pdl,
         **coding,
+        **joining,
     )
+
+
+def _check_joined(weight: JoinedExperts, tile: Tile, form: ExpertForm) -> None:
+    assert not tile.by_tma, "the copy engine loads no shared expert"
+    assert tile.prefetch_k == 0, "no columns of a shared expert are prefetched"
+    assert form.gate_up_bias is None, "a shared expert has no biases"
+    assert form.down_bias is None, "a shared expert has no biases"
+    own, shared = weight.own, weight.shared
+    assert shared.numel() == weight.num_parts * own[0].numel(), f"{shared.shape} by {own.shape}"
+    assert shared.dtype == own.dtype, f"{shared.dtype} beside {own.dtype}"
+    assert shared.is_contiguous(), f"a shared weight with strides {shared.stride()}"
 
 
 def _operand(

@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.device import device_properties
 from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts
-from kernels.moe.grouped import gated, tile_of
+from kernels.moe.grouped import tile_of
+from kernels.moe.rounded_outputs import store_results
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
@@ -107,7 +108,6 @@ def _moe_rounded_kernel(
     USE_PDL: tl.constexpr,
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     NUM_TILE_ROWS: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS
     block, tile_n = tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
@@ -149,16 +149,9 @@ def _moe_rounded_kernel(
             acc += tl.dot(x, tl.trans(w)) * x_scales[:, None] * scales[None, :]
     if NUM_TILES == 1:
         acc = acc * tl.load(x_scale_pointers)[:, None] * tl.load(scale_pointers)[None, :]
-    if IS_GATED:
-        y = gated(acc, 0.0, 0.0, True, BLOCK_M, WIDTH)
-        y_lines = lines
-    else:
-        y = acc * tl.load(route_weights_ptr + tl.maximum(routes, 0))[:, None]
-        y_lines = routes
-    outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
-    offsets = y_lines[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
-    mask = is_route & (outputs < NUM_OUTPUTS)[None, :]
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_results(
+        acc, lines, routes, route_weights_ptr, y_ptr, tile_n, N, IS_GATED, True, BLOCK_M, BLOCK_N
+    )
 
 
 def rounded_gate_up(
@@ -170,9 +163,8 @@ def rounded_gate_up(
     tile: Tile | None = None,
 ) -> Tensor:
     """x: tokens in `input_form`; dtype: of the result; otherwise as `grouped_gate_up`."""
-    y = torch.empty(
-        (blocks.routes.numel(), weight.shape[1] // 2), dtype=dtype, device=x.codes.device
-    )
+    size = (blocks.routes.numel(), weight.shape[1] // 2)
+    y = torch.empty(size, dtype=dtype, device=x.codes.device)
     _launch(x, weight, routes, blocks, y, tile, is_gated=True)
     return y
 
@@ -188,11 +180,9 @@ def rounded_down(
     """inner: lines of blocks in `input_form`, those without a route may be anything; otherwise as
     `grouped_down`.
     """
-    num_tokens, num_active = routes.ids.shape
     assert inner.num_tokens == blocks.routes.numel(), f"{inner.num_tokens} lines"
-    y = torch.empty(
-        (num_tokens, num_active, weight.shape[1]), dtype=dtype, device=inner.codes.device
-    )
+    size = (*routes.ids.shape, weight.shape[1])
+    y = torch.empty(size, dtype=dtype, device=inner.codes.device)
     _launch(inner, weight, routes, blocks, y, tile, is_gated=False)
     return y
 

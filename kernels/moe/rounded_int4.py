@@ -24,8 +24,9 @@ from torch import Tensor
 from kernels.device import device_properties
 from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts
-from kernels.moe.grouped import gated, tile_of, weight_rows
+from kernels.moe.grouped import tile_of, weight_rows
 from kernels.moe.rounded_lines import PLACE, RoundedLines
+from kernels.moe.rounded_outputs import store_results
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import ALWAYS, ExpertShape, Tile, tiles_by_tokens
 from kernels.pdl import pdl_supported
@@ -119,8 +120,6 @@ def _moe_rounded_int4_kernel(
     USE_PDL: tl.constexpr,
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
-    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     block, tile_n = tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
@@ -151,16 +150,9 @@ def _moe_rounded_int4_kernel(
             total = tl.fma(sums[None, :], -zero.to(tl.float32)[:, None], total)
             acc = tl.fma(total, (scale * _ONE)[:, None], acc)
     acc = tl.trans(acc) * tl.load(x_scales_ptr + x_rows)[:, None]
-    if IS_GATED:
-        y = gated(acc, 0.0, 0.0, False, BLOCK_M, WIDTH)
-        y_lines = lines
-    else:
-        y = acc * tl.load(route_weights_ptr + tl.maximum(routes, 0))[:, None]
-        y_lines = routes
-    outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
-    y_offsets = y_lines[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
-    mask = is_route[:, None] & (outputs < NUM_OUTPUTS)[None, :]
-    tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_results(
+        acc, lines, routes, route_weights_ptr, y_ptr, tile_n, N, IS_GATED, False, BLOCK_M, BLOCK_N
+    )
 
 
 def rounded_int4_gate_up(
@@ -172,7 +164,8 @@ def rounded_int4_gate_up(
     tile: Tile,
 ) -> Tensor:
     """x: the tokens, with sums of `sum_columns`; dtype: of the result; else `grouped_gate_up`."""
-    y = x.scales.new_empty((blocks.routes.numel(), weight.shape[1] // 2), dtype=dtype)
+    size = (blocks.routes.numel(), weight.shape[1] // 2)
+    y = torch.empty(size, dtype=dtype, device=x.codes.device)
     _launch(x, weight, routes, blocks, y, tile, is_gated=True)
     return y
 
@@ -186,9 +179,9 @@ def rounded_int4_down(
     tile: Tile,
 ) -> Tensor:
     """inner: the lines of blocks, with sums of `sum_columns`; otherwise as `grouped_down`."""
-    num_tokens, num_active = routes.ids.shape
     assert inner.num_lines == blocks.routes.numel(), f"{inner.num_lines} lines"
-    y = inner.scales.new_empty((num_tokens, num_active, weight.shape[1]), dtype=dtype)
+    size = (*routes.ids.shape, weight.shape[1])
+    y = torch.empty(size, dtype=dtype, device=inner.codes.device)
     _launch(inner, weight, routes, blocks, y, tile, is_gated=False)
     return y
 

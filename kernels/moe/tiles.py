@@ -78,6 +78,9 @@ class TilePlan:
     # Quantised experts: from so many tokens on they are made matrices first, with this tile then.
     matrices_from: int = ALWAYS
     matrix_tile: Tile | None = None
+    # Tokens, of more than `few_up_to`, up to which the products compute an expert that all tokens
+    # pass along with the others; not by tiles of the copy engine, and no columns prefetched.
+    joined_up_to: int = 0
 
     def pair(self, num_tokens: int) -> Pair:
         return next(pair for pair in self.pairs if num_tokens <= pair.max_tokens)
@@ -96,6 +99,8 @@ class TilePlan:
         ends = (self.few_up_to, *(pair.max_tokens for pair in self.pairs[:-1]))
         if self.matrices_from < ALWAYS:
             ends = (*ends, self.matrices_from - 1)
+        if self.joined_up_to > self.few_up_to:
+            ends = (*ends, self.joined_up_to)
         return tuple(end for end in ends if end > 0)
 
 
@@ -103,9 +108,13 @@ _FEW_GATE_UP, _FEW_DOWN = FewTile(16, 256, 4), FewTile(8, 256, 4)
 _FEW_TOKENS = 4
 
 
+def _pair(max_tokens: int, gate_up: Tile, down: Tile) -> Pair:
+    return Pair(max_tokens=max_tokens, gate_up=gate_up, down=down)
+
+
 def _same(max_tokens: int, *sizes: int, by_tma: bool = False) -> Pair:
     tile = Tile(*sizes, by_tma=by_tma)
-    return Pair(max_tokens=max_tokens, gate_up=tile, down=tile)
+    return _pair(max_tokens, tile, tile)
 
 
 # By the name that CUDA gives a GPU.
@@ -126,20 +135,20 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
                 _same(ALWAYS, 128, 256, 64, 16, 8, 4, by_tma=True),
             ),
         ),
-        # DeepSeek-V2-Lite: the tiles of as many routes an expert above; only the last was compared.
+        # DeepSeek-V2-Lite: compared at 1, 16, 64, 256, 1,024 and 8,192 tokens, up to 256 with the
+        # shared expert computed along.
         ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408): TilePlan(
             few_up_to=_FEW_TOKENS,
-            few_gate_up=_FEW_GATE_UP,
-            few_down=_FEW_DOWN,
+            few_gate_up=FewTile(2, 1024, 2),
+            few_down=FewTile(2, 1024, 2),
             pairs=(
-                _same(8, 16, 64, 64, 1, 4, 5),
-                _same(24, 16, 64, 256, 1, 4, 2),
-                _same(48, 16, 256, 128, 1, 8, 2),
-                _same(96, 16, 128, 128, 1, 4, 2),
+                _pair(24, Tile(16, 64, 256, 1, 4, 3), Tile(16, 128, 128, 1, 4, 3)),
+                _pair(96, Tile(16, 256, 128, 1, 8, 2), Tile(16, 128, 128, 1, 4, 3)),
                 _same(192, 32, 256, 128, 16, 4, 2),
                 _same(384, 64, 128, 64, 1, 4, 3),
                 _same(ALWAYS, 128, 256, 64, 16, 8, 4, by_tma=True),
             ),
+            joined_up_to=256,
         ),
     },
 }

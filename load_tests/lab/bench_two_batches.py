@@ -3,10 +3,12 @@
     python -m load_tests.lab.bench_two_batches --pin-routing 0 --expert-parallel
     python -m load_tests.lab.bench_two_batches --pin-routing 0 --expert-parallel \\
         --shapes deepseek-v2-lite --set workers.expert_exchange_min_tokens 64
+    python -m load_tests.lab.bench_two_batches --pin-routing 0 --expert-parallel \\
+        --shapes deepseek-v2-lite --set workers.enable_dp_attention true
 
 Every rank is a process with a GPU and runs the same steps, each kind of them in turn: whole, as two
-batches one after the other (what cutting costs), and as two at once (what is hidden). Milliseconds
-are medians, of the slowest rank.
+batches one after the other (what cutting costs), and as two at once (what is hidden). With DP
+attention tokens and rows are those of each rank. Milliseconds are medians, of the slowest rank.
 
     sent     what the two batches of a step send, in place
     hidden   (in turn - at once) / sent

@@ -157,11 +157,6 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.enable_dp_attention", "pull_by_ranks", "one of the two"],
         ),
         (
-            f"workers: {{{DP}}}\nexecution: {{enable_two_batch_overlap: true,"
-            " tbo_min_prompt_tokens: 6}",
-            ["workers.enable_dp_attention", "enable_two_batch_overlap", "one of the two"],
-        ),
-        (
             f"workers: {{{DP}}}\nlaps: {{batch_prefill_form: grid}}",
             ["workers.enable_dp_attention", "batch_prefill_form grid", "leave the latter out"],
         ),

@@ -48,6 +48,11 @@ class NcclWire:
         self._store: RendezvousStore | None = None  # NCCL may call it until the group is gone
         self._group: PairGroup | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Also before `open`; not after a failure or `close`."""
+        return not self._is_cut
+
     def open(self, client: RendezvousClient, key: str) -> None:
         """Meets the other end, warms up (NCCL connects with the first bytes), checks the rate."""
         store = RendezvousStore(client, self._deadline_s)

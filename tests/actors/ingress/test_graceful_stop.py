@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 
 from actors.ingress import graceful_stop
@@ -46,6 +48,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]
     made: list[Callable[[], None]] = []
     CLEANED_UP.clear()
     monkeypatch.setattr(ray_worker, "_post_init_hooks", made)
+    monkeypatch.setattr(ray_services, "ConsolePopen", ray_services.ConsolePopen)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     yield made
     for number, handler in before.items():
@@ -84,6 +87,8 @@ def test_nothing_that_goes_wrong_keeps_serve_from_being_shut_down(
 def test_a_second_signal_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
 ) -> None:
+    monkeypatch.setattr(graceful_stop, "SAME_SIGNAL_S", 0.0)
+
     def status() -> SimpleNamespace:
         os.kill(os.getpid(), signal.SIGTERM)  # while the first one is being answered
         pytest.fail("it was waited for")
@@ -92,6 +97,33 @@ def test_a_second_signal_does_not_wait(
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
     assert CLEANED_UP
+
+
+def test_a_signal_that_make_passes_on_at_once_is_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    class SignalledTwice(Applications):
+        def status(self) -> SimpleNamespace:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().status()
+
+    monkeypatch.setattr(graceful_stop, "SAME_SIGNAL_S", 60.0)
+    serve = SignalledTwice(one=[0])
+    start(monkeypatch, hooks, serve)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert serve.asked == ["one"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Ray needs its own group elsewhere")
+def test_processes_of_ray_have_groups_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    start(monkeypatch, hooks, Applications())
+    with ray_services.ConsolePopen(["sleep", "60"]) as process:
+        group = os.getpgid(process.pid)
+        process.kill()
+    assert group == process.pid != os.getpgrp()
 
 
 def test_where_ray_runs_already_nobody_answers_signals(

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.ingress.header_text import HeaderText, middlewares
 from configs.process_environment import (
+    GCS_AWAY,
     HTTP_CALLBACK,
     MIDDLEWARES,
     MIN_DRAINING,
@@ -53,13 +54,17 @@ def test_other_headers_are_left_as_they_are() -> None:
 def test_serve_is_told_of_it_unless_the_operator_says_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (HTTP_CALLBACK, MIN_DRAINING):
+    for name in (HTTP_CALLBACK, MIN_DRAINING, GCS_AWAY):
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     set_serve_environment()
+    assert GCS_AWAY not in os.environ  # it is for the cluster's operator to say
     assert validate_http_proxy_callback_return(call_function_from_import_path(MIDDLEWARES))
     assert [middleware.cls for middleware in middlewares()] == [HeaderText]
     monkeypatch.setenv(HTTP_CALLBACK, "their.own:callback")
+    monkeypatch.delenv("RAY_ADDRESS")
     set_serve_environment()
     assert os.environ[HTTP_CALLBACK] == "their.own:callback"
     assert float(os.environ[MIN_DRAINING]) < 5.0
+    assert float(os.environ[GCS_AWAY]) < 10.0

@@ -250,6 +250,16 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     assert group.num_aborts == 1
 
 
+def test_a_rank_opens_no_more_nccl_wires_than_it_may() -> None:
+    config = msgspec.structs.replace(CONFIG, max_nccl_pairs=2)
+    wires = Wires(rendezvous=LocalBoard(), address="127.0.0.1", config=config, device=CPU)
+    first, _ = (wires._new("nccl_pair", 1, 0) for _ in range(2))
+    with pytest.raises(HandoffError, match="max_nccl_pairs"):
+        wires._new("nccl_pair", 1, 0)
+    first.close()
+    wires._new("nccl_pair", 2, 0)
+
+
 @pytest.mark.parametrize(
     ("heads", "named"),
     [

@@ -75,6 +75,10 @@ def check_interpreted() -> None:
                 joined = by_kernels._experts.join(weights.shared_gate_up, weights.shared_down)
                 assert (joined is not None) == (spec is joinable and not is_deterministic)
                 by_kernels._shared._joined = joined
+                by_kernels._shared._joins = by_kernels._experts.joins
+                if joined is not None:
+                    plan = by_kernels._experts._plan
+                    by_kernels._experts._plan = replace(plan, joined_up_to=5)
             for num_tokens in (0, 1, 4, 5, 19) if spec is SPEC else (1, 6):
                 x = torch.randn(num_tokens, HIDDEN)
                 slots = torch.arange(num_tokens, dtype=torch.int32) - int(num_tokens > 3)
@@ -116,7 +120,8 @@ def test_the_sizes_run_before_ready_choose_every_kernel(
 
     monkeypatch.setattr(moe_cuda, "device_properties", lambda _: gpu(name))
     monkeypatch.setattr(moe_cuda, "check_e4m3", lambda _: None)  # there are no numbers
-    for num_experts, num_active, hidden, inner in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+    sizes = ((128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 6, 2048, 1408))
+    for num_experts, num_active, hidden, inner in sizes:
         moe_cuda._plan.cache_clear()
         shape = ExpertShape(
             num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
@@ -129,9 +134,16 @@ def test_the_sizes_run_before_ready_choose_every_kernel(
         )
         plan = experts._plan
         assert plan == build_plan(shape, gpu(name)) or is_quantised
-        covered = {_choices(size, shape, plan) for size in experts.token_sizes}
+
+        def choices(
+            num_tokens: int, experts: moe_cuda.TritonExperts = experts, shape: ExpertShape = shape
+        ) -> tuple[object, ...]:
+            joins = experts.joins(num_tokens)
+            return (*_choices(num_tokens, shape, experts._plan), joins)
+
+        covered = {choices(size) for size in experts.token_sizes}
         for num_tokens in (*range(1, 2100), *random.sample(range(2100, 40000), 50)):
-            assert _choices(num_tokens, shape, plan) in covered, num_tokens
+            assert choices(num_tokens) in covered, num_tokens
     moe_cuda._plan.cache_clear()
 
 

@@ -22,6 +22,7 @@ from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
+from engine.runner.overlap_rule import OverlapRule
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
@@ -41,6 +42,7 @@ MAX_ROWS = 4
 MAX_TOKENS = 16  # of a step
 MAX_MODEL_LEN = 80
 MAX_DRAFTS = 3
+EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 _numbers = itertools.count()
 
 
@@ -52,10 +54,11 @@ def build_executor(
     captures: bool,
     captures_prompts: bool = False,
     captures_drafts: bool = False,
+    overlaps: bool = False,
 ) -> runner.Executor:
     """captures_prompts: and shared experts are computed in a stream of their own.
 
-    Rows may have drafts.
+    overlaps: every step that can be is computed as two batches. Rows may have drafts.
     """
     model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
     spec = model.spec
@@ -73,10 +76,16 @@ def build_executor(
     executor.allow_drafts(MAX_DRAFTS)
     if captures_prompts:
         executor.compute_shared_beside(MAX_TOKENS)
+    if overlaps:
+        executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
     if captures:
         prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS) if captures_prompts else None
         drafts = verify_sizes(MAX_ROWS, MAX_TOKENS) if captures_drafts else []
         executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=prompts, verify=drafts)
+    if captures and overlaps:
+        given = RerunRecorder(), lambda _: None
+        executor.capture_split_decodes(*given, min_rows=2)
+        executor.capture_split_verification(*given, min_tokens=2)
     return executor
 
 
@@ -198,12 +207,16 @@ class DpEngine(LedRanks):
         captures_prompts: bool = False,
         captures_drafts: bool = False,
         overlap: bool = False,
+        overlaps: bool = False,
         fault: str | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """fault: a mistake of the other ranks, see `planted`."""
+        """overlap: steps are launched ahead. overlaps: as of `build_executor`.
+
+        fault: a mistake of the other ranks, see `planted`.
+        """
         captures = captures or captures_prompts or captures_drafts
-        given = folder, captures, captures_prompts, captures_drafts
+        given = folder, captures, captures_prompts, captures_drafts, overlaps
         super().__init__(ranks, _build_exact, *given, is_exact=True, fault=fault)
         self.engine: ExactEngine
         self.executor: runner.Executor
@@ -223,7 +236,12 @@ class DpEngine(LedRanks):
 
 
 def _build_exact(
-    comm: Comm, folder: Path, captures: bool, captures_prompts: bool, captures_drafts: bool
+    comm: Comm,
+    folder: Path,
+    captures: bool,
+    captures_prompts: bool,
+    captures_drafts: bool,
+    overlaps: bool,
 ) -> runner.Executor:
     return build_executor(
         comm,
@@ -232,4 +250,5 @@ def _build_exact(
         captures=captures,
         captures_prompts=captures_prompts,
         captures_drafts=captures_drafts,
+        overlaps=overlaps,
     )

@@ -31,6 +31,11 @@ KINDS: list[Kind] = [
     {"temperature": 0.7, "top_k": 8},
     {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1},
 ]
+HALVES = {
+    "execution__enable_two_batch_overlap": True,
+    "execution__tbo_min_prompt_tokens": 2,
+    "execution__tbo_min_decode_rows": 2,
+}
 DP = {"workers__expert_parallel": True, "workers__enable_dp_attention": True}
 
 
@@ -57,16 +62,33 @@ def _save(drafter: str, folder: Path, other: Path) -> dict[str, object]:
     return {"speculation__drafter": drafter, "speculation__model_path": str(other)}
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
-@pytest.mark.parametrize("drafter", ["mtp", "eagle3", "draft_model"])
+@pytest.mark.parametrize(
+    ("drafter", "overlap", "splits"),
+    [
+        ("mtp", False, False),
+        ("mtp", True, True),
+        ("eagle3", False, True),
+        ("eagle3", True, False),
+        ("draft_model", False, False),
+        ("draft_model", True, False),
+        pytest.param("mtp", False, True, marks=pytest.mark.nightly),
+        pytest.param("mtp", True, False, marks=pytest.mark.nightly),
+        pytest.param("eagle3", True, True, marks=pytest.mark.nightly),
+        pytest.param("draft_model", True, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_answers_are_those_of_one_rank_without_drafts(
-    drafter: str, overlap: bool, ranks: RankProcesses, tmp_path: Path
+    drafter: str, overlap: bool, splits: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Also preempted, and from cached prefixes; ranks have different numbers of requests."""
+    """Also preempted, and from cached prefixes; ranks have different numbers of requests.
+
+    splits: every step that can be is computed as two batches.
+    """
     folder, other = tmp_path / "model", tmp_path / "other"
     for path in (folder, other):
         path.mkdir()
     settings = _save(drafter, folder, other) | DP | {"scheduler__overlap": overlap}
+    settings |= HALVES if splits else {}
     asked: list[Asked] = with_shared_prefix(SEED, KINDS)
     alone = start_exact(folder, speculation__drafter="none")
     with exact_drafts(), LedRanks(ranks, start_drafting, str(folder), settings) as led:
@@ -83,5 +105,7 @@ def test_answers_are_those_of_one_rank_without_drafts(
         assert drafter != "mtp" or 0 < counts.num_accepted < counts.num_drafted
         assert all(one.drafting.counts is counts for one in scheduler.of_rank)
         passes = engine.draft_passes
+        split = engine.executor.statistics().two_batches
+        assert (split is not None and split.num_split_prompts > 0) == splits
         assert isinstance(passes, JoinedPasses)
         assert passes.num_met > 0, "passes of both ranks were launched as one"

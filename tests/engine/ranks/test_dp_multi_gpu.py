@@ -47,10 +47,16 @@ IN_FP32 = {
 }
 IN_GRAPHS = {"execution__cuda_graphs": True}
 OF_PROMPTS = IN_GRAPHS | {"laps__enable_batch_prefill_cuda_graph": True}
+# Every step that can be is computed as two batches.
+HALVES = {
+    "execution__enable_two_batch_overlap": True,
+    "execution__tbo_min_prompt_tokens": 2,
+    "execution__tbo_min_decode_rows": 2,
+}
 # Of log-probabilities: sums in another order.
-GAP = {"fp32": 0.01, "graphs": 0.25, "graphs of prompts": 0.25}
+GAP = {"fp32": 0.01, "graphs": 0.25, "graphs of prompts": 0.25, "halves": 0.25}
 # In 16 bits a choice between experts turns now and then: of one engine without ranks, too.
-SHARE_ABOVE = {"fp32": 0.0, "graphs": 0.02, "graphs of prompts": 0.02}
+SHARE_ABOVE = {"fp32": 0.0, "graphs": 0.02, "graphs of prompts": 0.02, "halves": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,12 @@ def _build(comm: Comm, settings: dict[str, Any]) -> Executor:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("fp32", IN_FP32), ("graphs", IN_GRAPHS), ("graphs of prompts", OF_PROMPTS)],
+    [
+        ("fp32", IN_FP32),
+        ("graphs", IN_GRAPHS),
+        ("graphs of prompts", OF_PROMPTS),
+        ("halves", IN_GRAPHS | HALVES),
+    ],
 )
 def test_tokens_are_those_that_one_gpu_nearly_says(
     name: str, form: dict[str, Any], ranks: RankProcesses, tmp_path: Path
@@ -74,7 +85,7 @@ def test_tokens_are_those_that_one_gpu_nearly_says(
     sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
     save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
     settings = ALONE | {"model__path": str(tmp_path)} | form
-    alone = start_engine(**settings)
+    alone = start_engine(**{key: value for key, value in settings.items() if key not in HALVES})
     work = [(list(range(40, 51)), GREEDY), *mixed_work(seed=7, count=60)]
     with LedRanks(ranks, _build, settings | DP) as led:
         engine = start_engine(ranks.comm, **settings, **DP)
@@ -100,6 +111,28 @@ def test_tokens_are_those_that_one_gpu_nearly_says(
         gaps += [b - c for b, c in zip(best, chosen, strict=True)][-GREEDY.max_tokens :]
     num_above = sum(gap > GAP[name] for gap in gaps)
     assert num_above <= SHARE_ABOVE[name] * len(gaps), sorted(gaps)[-20:]
+
+
+def test_two_batches_change_no_bit_where_sums_have_an_order(
+    ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Decode steps in graphs of halves, steps with prompts without any; then with drafts."""
+    sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
+    settings = ALONE | DP | IN_GRAPHS | {"model__path": str(tmp_path), "model__deterministic": True}
+    work, said = mixed_work(seed=7, count=40), []
+    for form in ({}, HALVES, HALVES | {"speculation__drafter": "ngram"}):
+        with LedRanks(ranks, _build, settings | form) as led:
+            engine = start_engine(ranks.comm, **settings, **form)
+            engine.core.wrap_executor(led.lead)
+            found = answer(engine, work)
+            said.append([(one.tokens, [r.logprobs for r in one.records]) for one in found])
+            counts = engine.executor.statistics().two_batches
+        assert (counts is None) == (not form)
+        if counts is not None:
+            assert min(counts.num_split_prompts, counts.num_two_chunk, counts.num_replayed) > 3
+    assert said[1] == said[0]
+    assert [tokens for tokens, _ in said[2]] == [tokens for tokens, _ in said[0]]
 
 
 def _build_with_key(comm: Comm, key: bytes, settings: dict[str, Any]) -> Engine:

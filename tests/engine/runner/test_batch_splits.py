@@ -13,7 +13,6 @@ from engine.runner.batch_splits import (
     split_prompts,
     split_sequences,
     split_verified,
-    verify_mask_start,
 )
 
 THRESHOLD = 0.48
@@ -107,15 +106,6 @@ def test_a_lower_threshold_cuts_fewer_rows() -> None:
     row_tokens = [45, 55]  # a share of 0.45
     assert split_prompts(row_tokens, 0.48) == BatchSplit(row=1, row_tokens=5, token=50)
     assert split_prompts(row_tokens, 0.40) == BatchSplit(row=1, token=45)
-
-
-def test_masks_of_verified_rows_are_cut_at_a_row() -> None:
-    """The published example says 2,000 entries in all, which its own formula makes 450."""
-    num_keys = [10, 15, 20, 25]
-    assert verify_mask_start(0, num_keys, 5) == 0
-    assert verify_mask_start(2, num_keys, 5) == 175
-    assert verify_mask_start(4, num_keys, 5) == 450
-    assert verify_mask_start(2, [10, 15], 3) == 39 + 54
 
 
 def test_every_token_is_in_exactly_one_half() -> None:

@@ -117,6 +117,12 @@ def test_costs_of_a_layer_are_those_of_its_weights(architecture: str, tmp_path: 
     if "Moe" in architecture:  # uniform routes: whole experts cost what parts of all do
         whole = load_spec(tmp_path, sharing="experts").of_rank(Rank(0, 2))
         assert layer_costs(whole, 2, 4) == part
+        # With DP attention a rank's experts compute tokens of all, and only mixtures communicate.
+        own = layer_costs(load_spec(tmp_path, sharing="dp_attention").of_rank(Rank(0, 2)), 2, 4)
+        assert sum(part.flops_per_token for part in own.parts) == flops
+        mixed = sum(model.get_parameter(n).numel() for n in names if ".experts." in n)
+        assert _weight_bytes(own) * 2 == _weight_bytes(costs) * 2 - 4 * mixed / 2
+        assert own.sum_bytes_per_token == 2 * 64 * 4 / 2
 
 
 def test_a_device_without_rates_needs_a_number() -> None:

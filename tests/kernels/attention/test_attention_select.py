@@ -75,7 +75,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
-def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_means_by_device_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     _uninstall(monkeypatch, "triton", "flashinfer", "vllm", "vllm_flash_attn")
     cpu, hopper = device_properties(CPU), gpu("H100")
     assert automatic_name("prefill", PLAIN, cpu) == "reference"
@@ -147,15 +147,26 @@ def test_a_gpu_backend_on_a_cpu_names_what_works_there(name: AttentionName) -> N
 
 
 @pytest.mark.usefixtures("hopper")
+def test_auto_starts_without_vllm_and_says_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _uninstall(monkeypatch, "vllm", "vllm_flash_attn")
+    built: list[str] = []
+    monkeypatch.setattr(select, "_build_graph", lambda name, *_: built.append(name))
+    _build("auto", "auto", device=GPU)
+    assert set(built) == {"triton"}
+    assert "pip install vllm" in caplog.text
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_package_that_is_missing_is_named_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _uninstall(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
     with pytest.raises(BackendUnavailable) as raised:
-        _build("auto", "auto", device=GPU)
+        _build("flash_attn", "auto", device=GPU)
     message = str(raised.value)
     assert "flash_attn cannot compute attention's prefill phase" in message
-    assert "auto chose it" in message
     assert "pip install vllm" in message
     assert message.endswith("What would work for prefill: triton, flex, reference")
     with pytest.raises(BackendUnavailable, match="pip install flashinfer-python"):

@@ -8,7 +8,7 @@ import torch
 
 from kernels.attention import flash_attn
 from kernels.attention.flash_attn import CopiedKeysMetadata, FlashAttention
-from kernels.attention.gathering import MAX_GATHERED_KEYS, Reads
+from kernels.attention.gathering import MAX_GATHERED_KEYS, Reads, copied_bytes, gather
 from kernels.attention.protocol import AttentionShape, build_step
 from tests.kernels.attention.attention_cases import Problem, build_problem, check
 from tests.kernels.attention.test_widened import library_attention
@@ -80,6 +80,22 @@ def test_keys_are_copied_for_rows_of_many_tokens(
     if isinstance(metadata, CopiedKeysMetadata):
         assert (metadata.gathered is not None) == (expected is Reads.GATHERED)
     assert not isinstance(_backend(problem, Reads.TABLE).plan(step), CopiedKeysMetadata)
+
+
+@pytest.mark.usefixtures("_library")
+def test_copies_take_the_memory_that_is_counted_for_them() -> None:
+    shape = replace(SHAPE, layer_windows=(None, 10**6))  # the wider one sees all keys, too
+    problem = build_problem(HISTORY, shape, block_size=4, dtype=torch.float32)
+    gathered = gather(
+        problem.step, shape.layer_windows, block_size=4, num_layers=2, device=torch.device("cpu")
+    )
+    num_keys = sum(sum(row) for row in HISTORY)
+    taken = [*gathered[None].keys(problem.store, 0), *(one.lines for one in gathered.values())]
+    assert copied_bytes(shape, torch.float32, num_keys) == sum(one.nbytes for one in taken)
+    limits = {"max_tokens": 1, "max_rows": 10**6, "max_row_keys": 10**6}
+    most = copied_bytes(shape, torch.float32, MAX_GATHERED_KEYS)
+    assert _backend(problem, None).working_bytes(**limits) == most
+    assert _backend(problem, Reads.TABLE).working_bytes(**limits) == 0
 
 
 @pytest.mark.gpu

@@ -107,16 +107,17 @@ def interpreted_cases() -> None:
 
 def _check_choice() -> None:
     """Few queries a key, and more keys than are copied, are attended where they lie."""
+    from kernels.attention.gathering import MAX_GATHERED_KEYS
     from kernels.attention.triton import TritonMetadata
-    from kernels.attention.widened import MAX_COPIED_KEYS, CopiedKeys
+    from kernels.attention.widened import CopiedKeys
 
     for rows, expected in (
         (PROMPTS["fresh"], CopiedKeys),
         (PROMPTS["history"], CopiedKeys),
         (PROMPTS["few_queries"], TritonMetadata),
         ([(0, 63)], TritonMetadata),
-        ([(MAX_COPIED_KEYS - 100, 100)], CopiedKeys),
-        ([(MAX_COPIED_KEYS - 99, 100)], TritonMetadata),
+        ([(MAX_GATHERED_KEYS - 100, 100)], CopiedKeys),
+        ([(MAX_GATHERED_KEYS - 99, 100)], TritonMetadata),
     ):
         shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=64, layer_windows=(None,))
         case = stored_problem([(0, 2)], shape, block_size=16, dtype=torch.float32, device="cpu")

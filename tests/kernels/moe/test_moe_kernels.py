@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.moe import held as held_kernels
 from kernels.moe import load as load_kernels
 from kernels.moe import reference
-from kernels.moe.align import align, align_reference, max_blocks
+from kernels.moe.align import align, align_reference, can_join, max_blocks
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
@@ -26,7 +26,7 @@ from kernels.moe.held import held_routes
 from kernels.moe.load import count_routes
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
-from kernels.moe.shared import SharedMatrices
+from kernels.moe.shared import JoinedExperts, SharedMatrices
 from kernels.moe.tiles import FewTile, Tile
 from kernels.reference import silu_mul
 from tests.harness.gpus import gpu
@@ -184,16 +184,26 @@ def check_router() -> None:
 # ---- align ---------------------------------------------------------------------------------------
 
 
-def _check_align(ids: Tensor, num_experts: int, block_m: int) -> None:
-    expected = align_reference(ids, num_experts, block_m)
+def _check_align(ids: Tensor, num_experts: int, block_m: int, num_shared: int = 0) -> None:
+    expected = align_reference(ids, num_experts, block_m, num_shared)
     with _poisoned():
-        ours = align(ids, num_experts, block_m)
+        ours = align(ids, num_experts, block_m, num_shared)
     assert torch.equal(ours.experts, expected.experts)
     is_used = expected.experts >= 0  # the others are not read
     assert torch.equal(ours.routes[is_used], expected.routes[is_used])
     listed = ours.routes[is_used]
     listed = listed[listed >= 0].tolist()
-    assert sorted(listed) == (ids.flatten() >= 0).nonzero().flatten().tolist()
+    of_shared = ids.new_zeros(len(ids), num_shared)  # every token's
+    places = torch.cat((ids, of_shared), dim=1).flatten() >= 0
+    assert sorted(listed) == places.nonzero().flatten().tolist()
+    for block, expert in zip(
+        ours.routes[is_used].tolist(), ours.experts[is_used].tolist(), strict=True
+    ):
+        for token, place in (
+            divmod(index, ids.shape[1] + num_shared) for index in block if index >= 0
+        ):
+            is_own = place < ids.shape[1]
+            assert expert == (ids[token, place] if is_own else num_experts + place - ids.shape[1])
 
 
 def _check_aligned_cases(device: str, sizes: list[tuple[int, int, int]]) -> None:
@@ -204,6 +214,8 @@ def _check_aligned_cases(device: str, sizes: list[tuple[int, int, int]]) -> None
             _check_align(ids, num_experts, block_m)
             _check_align(torch.full_like(ids, num_experts - 1), num_experts, block_m)
             _check_align(torch.full_like(ids, -1), num_experts, block_m)
+            if can_join(ids.numel()):
+                _check_align(ids, num_experts, block_m, 2)
 
 
 def check_align() -> None:
@@ -282,6 +294,49 @@ def _check_products(
     assert not few_down(rounded, down, routes, few)[2:3].any()
 
 
+def _joined_weights(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, SharedMatrices]:
+    """Gate and up, down, and the shared expert's; sizes as of `_check_shared`."""
+    num_experts, _, hidden, inner, num_parts = sizes
+    make, units = {"dtype": dtype, "device": device}, num_parts * inner
+    return (
+        random_tensor(num_experts, 2 * inner, hidden, scale=hidden**-0.5, **make),
+        random_tensor(num_experts, hidden, inner, scale=inner**-0.5, **make),
+        SharedMatrices(
+            gate_up=random_tensor(2 * units, hidden, scale=hidden**-0.5, **make),
+            down=random_tensor(hidden, units, scale=units**-0.5, **make),
+        ),
+    )
+
+
+def _check_joined(
+    num_tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str,
+    tile: Tile = TILE,
+) -> None:  # fmt: skip
+    """A shared expert along with sorted routes, the third token padding; sizes as of
+    `_check_shared`.
+    """
+    num_experts, num_active, hidden, _, num_parts = sizes
+    x = random_tensor(num_tokens, hidden, dtype=dtype, device=device)
+    gate_up, down, shared = _joined_weights(sizes, dtype, device)
+    routes = random_routes(num_tokens, num_experts, num_active, device)
+    blocks = align(routes.ids, num_experts, tile.block_m, num_parts)
+    with _poisoned():
+        joined = JoinedExperts(own=gate_up, shared=shared.gate_up)
+        lines = grouped_gate_up(x, joined, routes, blocks, tile)
+        joined = JoinedExperts(own=down, shared=shared.down)
+        outputs = grouped_down(lines, joined, routes, blocks, tile)
+    exact = exact_inner(x, gate_up, routes).to(dtype)  # rounded as the kernel does
+    total = exact_outputs(exact, down, routes).to(dtype).double().sum(dim=1)
+    of_shared = silu_mul(x.double() @ shared.gate_up.double().T).to(dtype).double()
+    output = of_shared @ shared.down.double().T
+    gate = random_tensor(num_tokens, 1, dtype=dtype, device=device)
+    assert_near(combine(outputs, routes), total + output, dtype)
+    gated = total + output * gate.double().sigmoid()
+    assert_near(combine(outputs, routes, gate=gate), gated, dtype)
+
+
 def _check_shared(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, few: FewTile = FEW
 ) -> None:
@@ -289,13 +344,8 @@ def _check_shared(
     num_experts, num_active, hidden, inner, num_parts = sizes
     make = {"dtype": dtype, "device": device}
     x = random_tensor(3, hidden, **make)
-    gate_up = random_tensor(num_experts, 2 * inner, hidden, scale=hidden**-0.5, **make)
-    down = random_tensor(num_experts, hidden, inner, scale=inner**-0.5, **make)
+    gate_up, down, shared = _joined_weights(sizes, dtype, device)
     units = num_parts * inner
-    shared = SharedMatrices(
-        gate_up=random_tensor(2 * units, hidden, scale=hidden**-0.5, **make),
-        down=random_tensor(hidden, units, scale=units**-0.5, **make),
-    )
     routes = random_routes(3, num_experts, num_active, device)
     lines = few_gate_up(x, gate_up, routes, few, shared=shared).view(3, -1, inner)
     used = has_expert(routes).view(3, num_active)
@@ -332,6 +382,8 @@ def check_all_products() -> None:
 def _check_drawn_products(number: int) -> None:
     _check_shared((6, 3, 48, 40, 2), torch.float32, "cpu")
     _check_shared((4, 2, 80, 24, 1), torch.float16, "cpu", FewTile(16, 64, 4))
+    _check_joined(19, (5, 3, 48, 40, 2), torch.float32, "cpu")
+    _check_joined(3, (4, 2, 80, 24, 3), torch.float16, "cpu", replace(TILE, group_m=1))
     for check in drawn(CHECKS_OF_PRODUCTS, number):
         check()
     _check_combine(131, "cpu")
@@ -484,6 +536,8 @@ def test_a_shared_expert_is_computed_with_a_tokens_others_on_a_gpu(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
     _check_shared(sizes, dtype, "cuda", FewTile(16, 256, 4))
+    for num_tokens, tile in ((5, Tile(16, 64, 256, 1, 4, 2)), (256, Tile(64, 128, 64, 8, 4, 3))):
+        _check_joined(num_tokens, sizes, dtype, "cuda", tile)
 
 
 @pytest.mark.gpu
