@@ -35,9 +35,11 @@ SIZES += [(65, 272, 720), (100, 28672, 1040), (128, 24576, 4096), (5, 144, 128),
 def _case(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K] with a gap between rows, weight [N, K] and bias; shape: T, N, K."""
+    """x [T, K] between NaNs, weight [N, K] and bias; shape: T, N, K."""
     num_tokens, num_rows, num_columns = shape
-    x = torch.randn(num_tokens, num_columns + 24, device=device).to(dtype)[:, 8:-16]
+    around = torch.full((num_tokens + 128, num_columns + 24), torch.nan, device=device, dtype=dtype)
+    x = around[:num_tokens, 8:-16]
+    x.copy_(torch.randn(num_tokens, num_columns, device=device))
     # Products of about 1, where a gate is neither open nor shut.
     weight = (torch.randn(num_rows, num_columns, device=device) * num_columns**-0.5).to(dtype)
     return x, weight, torch.randn(num_rows, device=device).to(dtype)
@@ -48,7 +50,7 @@ def _case(
 
 def check_interpreted() -> None:
     for dtype in (torch.float32, torch.float16):
-        for shape in [(35, 80, 96), (7, 64, 48), (70, 144, 80)]:
+        for shape in [(35, 80, 96), (7, 64, 48), (17, 64, 96), (70, 144, 80)]:
             for first, second in [(32, 0), (32, 16), (16, 16)]:
                 cut = replace(
                     choose_config(shape[0], shape[1], 4),
