@@ -88,8 +88,9 @@ def test_drafts_that_no_host_reads_over_latents_give_the_same_answers(tmp_path: 
             speculation__attention_backend="decode",
             speculation__max_graph_tokens=max_graph_tokens,
         )
-        assert engine.draft_model is not None
-        assert engine.draft_model.can_propose_ahead == overlap
+        drafter = engine.core.scheduler.drafting.drafter
+        assert drafter is not None
+        assert drafter.can_propose_ahead == overlap
         found = [one.tokens for one in answer(engine, mixed_work(24))]
         num_same = sum(one == other for one, other in zip(found, expected, strict=True))
         assert num_same > 0.7 * len(expected), f"{num_same} of {len(expected)}"
