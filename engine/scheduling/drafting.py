@@ -155,6 +155,12 @@ class Drafting:
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
 
+    def use_policy(self, policy: DraftPolicy) -> None:
+        """From now on `policy` decides, instead of another one; no request may be here."""
+        assert self._policy is not None, "nothing drafts"
+        assert not self.kept_keys(), "the old policy knows requests"
+        self._policy = policy
+
     # ---- planning -------------------------------------------------------------------------------
 
     def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:

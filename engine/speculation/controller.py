@@ -34,8 +34,10 @@ shrink first: to the tokens and seconds that the step has left, and while short 
 Purse. Steps with drafts pay into it what they gain over plain steps, or take out what they lose;
 each step adds `refill` up to `purse_steps`. An empty purse stops speculation until it is half full,
 so the loss is at most `refill` of the time and `purse_steps` plain steps, whatever is accepted or
-mispredicted. Of what was gained `saved_steps` more are kept: drafts that pay are not stopped by a
-pause, and drafts that no longer do may lose that much of what they gained.
+mispredicted. A step of more than `most_times` its prediction counts as that much: else a pause of
+the host, as while a kernel compiles, would be owed for thousands of steps. Of what was gained
+`saved_steps` more are kept: drafts that pay are not stopped by a pause, and drafts that no longer
+do may lose that much of what they gained.
 
 Time is counted in steps. The same calls in the same order give the same decisions.
 """
@@ -227,7 +229,8 @@ class Purse:
         rules = self._rules
         self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
-            self._add_gain(drafts, num_tokens, seconds / self._bias)
+            most_s = rules.most_times * drafts.step_s
+            self._add_gain(drafts, num_tokens, min(seconds / self._bias, most_s))
         else:
             self._errors_s = deque((e * self.ERROR_DECAY for e in self._errors_s), self.NUM_KEPT)
             self.surcharge_s *= self.ERROR_DECAY

@@ -24,6 +24,7 @@ class SpeculationRules:
     purse_steps: float = 2.5  # plain steps that may be lost at once
     saved_steps: float = 16.0  # plain steps' time that gains are kept of, for losses later
     refill: float = 0.005  # of a plain step, for each step
+    most_times: float = 4.0  # its prediction, that a step with drafts may count as
 
 
 DEFAULT_RULES = SpeculationRules()

@@ -334,8 +334,20 @@ def test_one_pause_of_the_machine_is_not_the_price_of_drafts() -> None:
         purse.observe(speculating(), 8, 5.5e-3 + (60e-3 if i == 20 else 0.0))
     assert purse.surcharge_s < 1e-6
     assert purse.is_on
-    purse.observe(speculating(), 8, 5.5e-3 + 100e-3)
-    assert not purse.is_on  # more than was gained and kept
+
+
+def test_a_first_step_that_compiles_kernels_does_not_end_drafts_for_good() -> None:
+    """A purse that owed all of a second would be half full again after 40,000 steps."""
+    purse, num_steps = Purse(RULES), 0
+    purse.observe(speculating(), 4, 1.0)
+    assert not purse.is_on
+    work, survivals = offer([4]), table([[0.9, 0.8, 0.7, 0.6]])
+    while not (
+        purse.is_on and choose_drafts(survivals, work, FITTED, RULES, purse.surcharge_s).has_drafts
+    ):
+        purse.observe(PLAIN, 4, 5e-3)
+        num_steps += 1
+        assert num_steps < 1000
 
 
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
