@@ -13,12 +13,13 @@ The states of the target's rows are shared: its executor writes them, that of th
 reads them, and leaves its drafts in the target's table of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.tables import concat_ranges
@@ -112,8 +113,8 @@ class GuessedRows:
             return batch
         shortfalls = self._states.shortfalls
         no_row = len(shortfalls) - 1
-        is_open = np.isin(batch.plan_rows, plan.open_ended)
-        is_guessed = is_open | np.isin(batch.plan_rows, plan.ahead)
+        is_open = _is_among(batch.plan_rows, plan.open_ended)
+        is_guessed = is_open | _is_among(batch.plan_rows, plan.ahead)
         moving = np.where(is_guessed & ~is_open, batch.rows, no_row)  # [R]
         num_new = batch.attention.num_new_tokens
         sent = self._staging.send(
@@ -151,14 +152,21 @@ class GuessedRows:
         return follows
 
     def _lines_of(self, plan: StepPlan, batch: InputBatch) -> GuessedLines:
-        is_guessed = np.isin(batch.plan_rows, [index for index, _ in plan.drafts])
+        is_guessed = _is_among(batch.plan_rows, [index for index, _ in plan.drafts])
         (chosen,) = np.nonzero(is_guessed)
-        ends = np.searchsorted(batch.sampling, chosen, side="right")
-        counts = ends - np.searchsorted(batch.sampling, chosen)
+        nums = np.bincount(batch.sampling, minlength=batch.num_rows)
+        ends, counts = nums.cumsum()[chosen], nums[chosen]
         within = np.minimum(np.arange(len(self.samples)), counts[:, None] - 1)
         lines = (ends - counts)[:, None] + within
         rows, on_device, num_lines = self._staging.send(batch.rows[chosen], lines, counts)
         return GuessedLines(rows=rows, lines=on_device, counts=num_lines)
+
+
+def _is_among(plan_rows: NDArray[np.int64], indices: Sequence[int]) -> NDArray[np.bool_]:
+    """[R]  whether each row of a batch is one of these in the plan; faster than `np.isin`."""
+    is_one = np.zeros(len(plan_rows), dtype=np.bool_)
+    is_one[list(indices)] = True
+    return is_one[plan_rows]
 
 
 class StepGuesses:

@@ -11,6 +11,7 @@ what its own last step left.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.kv.tables import concat_ranges
 from engine.plan import NEWEST, StepPlan
@@ -46,8 +47,6 @@ class RowTexts:
 
         plan: as the host made it; what it is behind is known on the device.
         """
-        if plan.texts:
-            self._take_in(plan)
         found = [(index, its) for index, its in plan.drafts if its and its[-1] < NEWEST]
         if not found:
             return
@@ -57,19 +56,25 @@ class RowTexts:
         lengths += self._num_quoted
         in_flight = np.array([its.count(NEWEST) for _, its in found], dtype=np.int64)
         within = concat_ranges(np.zeros_like(in_flight), in_flight)
-        owners = np.repeat(rows, in_flight)
-        places = np.repeat(lengths - in_flight, in_flight) + within
-        sent = self._staging.send(rows, lengths, owners, places, within)
-        device_rows, ends, of_tokens, positions, samples = sent
-        self._texts[of_tokens, positions] = self._rows.samples[samples, of_tokens]
+        sampling = np.repeat(rows, in_flight)
+        owners, places, told = self._told(plan)
+        owners = np.concatenate([owners, sampling])
+        places = np.concatenate([places, np.repeat(lengths - in_flight, in_flight) + within])
+        # One copy for all: each takes longer than what it copies.
+        sent = self._staging.send(rows, lengths, owners, places, told, sampling, within)
+        device_rows, ends, of_tokens, positions, tokens, of_samples, samples = sent
+        tokens = torch.cat([tokens, self._rows.samples[samples, of_samples]])
+        self._texts[of_tokens, positions] = tokens
         row_ends = RowEnds(rows=device_rows, lengths=ends, shortfalls=self._rows.shortfalls)
         look_up(self._texts, row_ends, self._drafts, **self._match)
 
-    def _take_in(self, plan: StepPlan) -> None:
-        counts = [len(token_ids) for _, _, token_ids in plan.texts]
-        starts = np.array([start for _, start, _ in plan.texts], dtype=np.int64)
-        places = concat_ranges(starts + self._num_quoted, np.array(counts, dtype=np.int64))
-        owners = np.repeat([row for row, _, _ in plan.texts], counts).astype(np.int64)
-        ids = np.concatenate([np.array(ids, dtype=np.int32) for _, _, ids in plan.texts])
-        of_tokens, positions, tokens = self._staging.send(owners, places, ids)
-        self._texts[of_tokens, positions] = tokens
+    def _told(
+        self, plan: StepPlan
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Row, place in its text and id of each token in `plan.texts`."""
+        texts = plan.texts or [(0, 0, [])]
+        counts = np.array([len(token_ids) for _, _, token_ids in texts], dtype=np.int64)
+        starts = np.array([start for _, start, _ in texts], dtype=np.int64) + self._num_quoted
+        owners = np.repeat(np.array([row for row, _, _ in texts], dtype=np.int64), counts)
+        ids = np.concatenate([np.array(token_ids, dtype=np.int32) for _, _, token_ids in texts])
+        return owners, concat_ranges(starts, counts), ids

@@ -6,6 +6,7 @@ ensures this: it records the stream that reads a buffer, and reuses the buffer o
 is complete. So any number of steps may be in flight. Knows nothing of the content.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,5 +54,10 @@ class Staging:
 
 def _as_array(raw: Tensor, like: NDArray[Any]) -> Tensor:
     """The bytes `raw`, uint8 [nbytes], as a tensor with the shape and dtype of `like`."""
-    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
-    return raw.view(dtype).view(like.shape)
+    typed = raw.view(_torch_dtype(like.dtype))
+    return typed if like.ndim == 1 else typed.view(like.shape)
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

@@ -12,8 +12,9 @@ all are held, the device waits for the host. A drafter on the device proposes ah
 that the step in flight will have given, whichever they are; so do n-grams that the device looks up
 (`engine/runner/row_texts.py`), once a request has drafts from the host. Its requests take part in
 every step, planned as if all drafts were right, and `commit` corrects what was counted. Held are
-then only those whose choice depends on their earlier tokens, whose last token may be in flight, or
-that are about to get their first drafts.
+then only those whose choice depends on their earlier tokens, whose last token is in flight for
+certain, or that are about to get their first drafts. What a step gives a request that has ended
+meanwhile is dropped.
 
 Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
 device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows
@@ -54,6 +55,7 @@ class StepRoom:
     is_short_waiting: bool
     blocks: RequestBlocks
     num_spare_blocks: int  # that stay available
+    max_model_len: int  # tokens that a row holds
     num_held_rows: int = 0  # that it would decode too, were they not held for drafts
 
 
@@ -67,6 +69,7 @@ class PlannedDrafts:
     new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
     # Of requests with drafts in a step in flight: tokens that it gives at most.
     nums_in_flight: dict[int, int] = field(default_factory=dict)
+    max_model_len: int = 0  # as of `StepRoom`
     # Index, first token, token ids: as `StepPlan.texts`.
     texts: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -155,6 +158,12 @@ class Drafting:
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
 
+    def use_policy(self, policy: DraftPolicy) -> None:
+        """From now on `policy` decides, instead of another one; no request may be here."""
+        assert self._policy is not None, "nothing drafts"
+        assert not self.kept_keys(), "the old policy knows requests"
+        self._policy = policy
+
     # ---- planning -------------------------------------------------------------------------------
 
     def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:
@@ -163,7 +172,7 @@ class Drafting:
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
         in_flight = [self._num_in_flight(request) for request in requests]
-        most = self._most_drafts(policy, requests)
+        most = self._most_drafts(policy, requests, room.max_model_len)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
             found = yield from self._propose(drafter, requests, most)
@@ -190,18 +199,28 @@ class Drafting:
             spent_s=drafter.spent_s if any(counts) else 0.0,
             nums_in_flight={i: m for i, m in enumerate(in_flight) if m},
             texts=_texts(drafter, requests, drafts),
+            max_model_len=room.max_model_len,
         )
 
     def _num_in_flight(self, request: Request) -> int:
         return self._ahead[request.key][1] if request.key in self._ahead else 0
 
-    def _most_drafts(self, policy: DraftPolicy, requests: Sequence[Request]) -> list[int]:
-        """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none."""
+    def _most_drafts(
+        self, policy: DraftPolicy, requests: Sequence[Request], max_model_len: int
+    ) -> list[int]:
+        """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none.
+
+        Of what is in flight one token is certain, and the drafts behind all of it need their room.
+        """
         most: list[int] = []
         for request, gate in zip(requests, self._gates(policy, requests), strict=True):
-            num_known = request.num_known_tokens + self._num_in_flight(request)
+            num_in_flight = self._num_in_flight(request)
+            num_known = request.num_known_tokens + num_in_flight
+            num_certain = request.num_known_tokens + min(num_in_flight, 1)
             if gate and num_known - request.num_computed_tokens == 1:
-                most.append(max(0, min(gate, request.max_known_tokens - num_known - 1)))
+                num_left = request.max_known_tokens - num_certain
+                num_left = min(num_left, max_model_len - num_known)
+                most.append(max(0, min(gate, num_left - 1)))
             else:
                 most.append(0)
         return most
@@ -295,8 +314,10 @@ class Drafting:
     def _go_on(self, request: Request, index: int, planned: PlannedDrafts) -> bool:
         """Let a request with drafts be planned again while they are in flight, if it can be."""
         num_drafts = len(planned.drafts.get(index, ()))
-        can_end = request.num_computed_tokens + 1 >= request.max_known_tokens
-        if num_drafts == 0 or can_end or not self._goes_ahead(request):
+        num_certain = request.num_known_tokens + min(planned.nums_in_flight.get(index, 0), 1) + 1
+        is_full = request.num_computed_tokens + 1 >= planned.max_model_len
+        has_ended = num_certain >= request.max_known_tokens or is_full
+        if num_drafts == 0 or has_ended or not self._goes_ahead(request):
             self._ahead.pop(request.key, None)
             return False
         self._ahead[request.key] = planned, 1 + num_drafts
@@ -389,6 +410,8 @@ class Drafting:
             self._num_verified[request.key] = self._num_verified.get(request.key, 0) + num_new
             if request.key in self._ahead and self._ahead[request.key][0] is planned:
                 del self._ahead[request.key]  # no later step has it
+            if request.num_known_tokens >= request.max_known_tokens:
+                num_drafts = num_new - 1  # those behind its last token were not judged
             if num_drafts:
                 observed.append((request.key, num_drafts, num_new - 1))
             advanced.append(request)

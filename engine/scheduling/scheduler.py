@@ -400,6 +400,7 @@ class Scheduler:
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,
+            max_model_len=self._finish_rules.max_model_len,
         )
         drafts = yield from self.drafting.planning(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:

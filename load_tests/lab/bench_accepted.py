@@ -8,12 +8,13 @@
 
 3:2.5 = three drafts a row in every step, of which a row gets 2.5 tokens on average. Acceptance is
 synthetic: drafts are arbitrary ids that cost nothing, each step computes and samples as any other,
-and then as many drafts count as are drawn here, each with one probability after those before it.
-So the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep:
-the controller decides how many drafts there are, for each such probability. --draft-shapes: a model
-of such shapes makes the drafts, by passes that are part of the time; they count as is drawn here,
-decided on the device where steps overlap. --ngrams device: the device looks up each row's drafts in
-its text (`speculation.ngrams_on_device`) and takes whatever it finds, so rows are in every step.
+and then as many drafts count as are drawn here, each with one probability after those before it. So
+the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep: a
+controller that knows nothing yet decides how many drafts there are, for each such probability.
+--draft-shapes: a model of such shapes makes the drafts, by passes that are part of the time; they
+count as is drawn here, decided on the device where steps overlap. --ngrams device: the device looks
+up each row's drafts in its text (`speculation.ngrams_on_device`) and takes whatever it finds, so
+rows are in every step.
 
 In this process, weights at random, greedy, no prefix cache, but with --repeat, where each number of
 rows has the same prompts again: computing these takes most of the time of long ones. Milliseconds a
@@ -46,6 +47,7 @@ from torch import Tensor
 
 from configs.load import load_config
 from configs.schema import AppConfig
+from engine.build_drafting import build_policy
 from engine.core import Executor, PendingStep
 from engine.models.llama_weights import layer_tensors, outer_tensors
 from engine.models.spec import load_spec
@@ -354,6 +356,11 @@ class Bench:
             found.together_s.append((end_s - begin_s) * num_rows / (after - before))
         return took_s
 
+    def forget_acceptance(self) -> None:
+        """What decides how many drafts there are begins anew."""
+        config = self._ours.config.speculation
+        self._ours.engine.core.scheduler.drafting.use_policy(build_policy(config))
+
     def _draw(self, num_rows: int, num_keys: int) -> list[list[int]]:
         if not self._repeats:
             return self._prompts.draw(num_rows, num_keys)
@@ -455,6 +462,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
         assert acceptance is not None
         for probability in side.probabilities:
             acceptance.probability = probability
+            bench.forget_acceptance()
             name = side.name + (f", p {probability:g}" if side.is_adaptive else "")
             for work in args.works:
                 lines.append(_line(work, name, bench.measure(work, args.rounds), plains[work]))

@@ -27,8 +27,8 @@ class EngineInProcess:
         comm: to other ranks, which build at the same time; `engine.core` has to lead them then.
         """
         self.engine: Engine = _build(config, model, comm)
+        self.config = config  # of the engine
         self.num_ranks = comm.rank.size
-        self._model_config = config.model
         self._num_requests = 0
 
     def restart(self, config: AppConfig) -> None:
@@ -37,13 +37,14 @@ class EngineInProcess:
         Nothing may be running. The old engine's KV memory is free before the new one takes any.
         """
         assert not self.engine.core.has_work, "requests are running"
-        assert config.model == self._model_config, "other weights need another engine"
+        assert config.model == self.config.model, "other weights need another engine"
         model = self.engine.executor.model
         cache = msgspec.structs.replace(config.cache, num_blocks=self.engine.cache.num_blocks)
         del self.engine
         gc.collect()
         torch.cuda.empty_cache()  # or pieces of the old KV store would be in the new one's way
-        self.engine = _build(msgspec.structs.replace(config, cache=cache), model)
+        self.config = msgspec.structs.replace(config, cache=cache)
+        self.engine = _build(self.config, model)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """`num_tokens` greedy tokens for each prompt, all of them running together."""

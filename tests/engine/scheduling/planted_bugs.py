@@ -11,7 +11,7 @@ from engine.request import Request, RequestKey
 from engine.scheduling.admission import Admission
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.drafting import Drafting, PlannedDrafts
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.request_blocks import RequestBlocks
@@ -350,15 +350,6 @@ class TokensInFlightAreForgotten(WithPlantedDrafting):
     class drafting_class(Drafting):  # noqa: N801 - an attribute
         def _num_in_flight(self, request: Request) -> int:
             return 0
-
-
-class GoesAheadPastItsLastToken(WithPlantedDrafting):
-    class drafting_class(Drafting):  # noqa: N801 - an attribute
-        def _go_on(self, request: Request, index: int, planned: PlannedDrafts) -> bool:
-            num_known, request.max_known_tokens = request.max_known_tokens, 10**6
-            goes_on = super()._go_on(request, index, planned)
-            request.max_known_tokens = num_known
-            return goes_on
 
 
 class WhoLeavesStaysAhead(WithPlantedDrafting):

@@ -37,6 +37,8 @@ def _places(request: Request, *, is_held: bool) -> list[tuple[bool, bool]]:
         return [(True, False)]
     if num_without_kv == 1:  # the last of a prompt, or the token that came back from the last step
         return [(True, False), (False, True)]
+    if num_without_kv < 0:  # planned ahead: perhaps its last token is in flight, who knows
+        return [(False, not is_held)]
     # Its newest token is in flight: is there another one to compute here?
     has_next = request.num_computed_tokens + 1 < request.max_known_tokens
     return [(False, has_next and request.decode_worker is None and not is_held)]

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine import build_drafting
@@ -250,6 +251,35 @@ def test_a_text_that_goes_on_repeating_is_drafted_in_every_step(folder: Path) ->
     counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted >= 27
     assert [bool(plan.ahead) for plan in steps][2:-3] == [True] * (len(steps) - 5)
+
+
+@pytest.mark.parametrize("way", ["made true", "moved"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_a_context_is_filled_to_its_last_token(
+    folder: Path, repeating: list[Asked], drafter: str, way: str
+) -> None:
+    """What is planned behind the last token of a context has no room, in rows and in texts."""
+    longer = {"max_tokens": 99, "ignore_eos": True}
+    asked = [(prompt, replace(params, **longer)) for prompt, params in repeating]
+    length = {"model__max_model_len": 41, "cache__num_blocks": 60}
+    path = folder if drafter == "draft_model" else None
+    looks_up = {"speculation__ngrams_on_device": True} if path is None else {}
+    with exact_arithmetic():
+        expected = run(start_exact(folder, speculation__drafter="none", **length), asked)
+        engine = _start(folder, drafter, path, way=way, **length, **looks_up)
+        assert_same(run(engine, asked), expected)
+    assert {answer.finish for answer in expected} == {"length", "stop"}
+
+
+def test_an_answer_ends_in_as_few_steps_as_its_drafts_allow(folder: Path) -> None:
+    """No step is waited for because it may give the last token: four tokens in each."""
+    params = SamplingParams(max_tokens=41, temperature=0.0, ignore_eos=True)
+    params = replace(params, logit_bias={4: 1e6})
+    engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
+    with exact_arithmetic(), launched_plans() as plans:
+        run(engine, [([9, 4, 4, 4, 4], params)])
+    # A prompt, ten steps of four tokens, and one that was planned before the last one was known.
+    assert sum(bool(plan.rows) for _, plan in plans) <= 12
 
 
 def test_no_request_is_the_first_whose_drafts_are_looked_up(folder: Path) -> None:
