@@ -222,7 +222,7 @@ class SpeculationConfig(_Section, frozen=True):
     # every step and not in every other one; needs steps that overlap, and attention that reads
     # lengths on the device. It searches the request's text, and of finished answers what is around
     # the host's longest match. auto = where that is possible and takes at most 256 MiB.
-    ngrams_on_device: bool | Literal["auto"] = False
+    ngrams_on_device: bool | Literal["auto"] = "auto"
     # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
     # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that

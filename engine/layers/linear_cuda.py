@@ -18,7 +18,7 @@ from kernels.linear.large import (
     supports_large,
 )
 from kernels.linear.medium import MediumConfig, choose_config, medium_gated_linear, medium_linear
-from kernels.linear.medium import faster_up_to as medium_up_to
+from kernels.linear.medium import faster_for as medium_for
 from kernels.linear.small import faster_up_to as small_up_to
 from kernels.linear.small import small_gated_linear, small_linear, tile_counters
 from kernels.ops import Ops
@@ -36,21 +36,23 @@ class Kernel(Enum):
 class _Choice:
     """Selects the kernel that measured fastest for a weight, by the number of tokens."""
 
-    __slots__ = ("_large_from", "_medium_to", "_num_multiprocessors", "_num_rows", "_small_to")
+    __slots__ = ("_large_from", "_medium_for", "_num_multiprocessors", "_num_rows", "_small_to")
 
     def __init__(self, weight: Tensor, *, gated: bool) -> None:
         """weight: [out, in] that `supports_small`."""
         has_tma = supports_large(weight)
         self._small_to = small_up_to(weight, gated=gated)
-        self._medium_to = medium_up_to(weight, gated=gated) if has_tma else 0
         self._large_from = faster_from(weight, gated=gated) if has_tma else None
         self._num_rows = weight.shape[0]
         self._num_multiprocessors = num_multiprocessors(weight.device)
+        self._medium_for = range(0)
+        if has_tma:
+            self._medium_for = medium_for(weight, self._num_multiprocessors, gated=gated)
 
     def kernel(self, num_tokens: int) -> Kernel:
         if num_tokens <= self._small_to:
             return Kernel.SMALL
-        if num_tokens <= self._medium_to:
+        if num_tokens in self._medium_for:
             return Kernel.MEDIUM
         is_large = self._large_from is not None and num_tokens >= self._large_from
         return Kernel.LARGE if is_large else Kernel.LIBRARY

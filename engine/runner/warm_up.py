@@ -33,6 +33,8 @@ SAMPLING_KINDS = (
         repetition_penalty=1.1,
     ),
 )
+# Numbers of tokens that between them run every form of `kernels.linear.medium`.
+LINEAR_TOKENS = (40, 64, 96, 128)
 # Enough positions for a full slice of prompt log-probabilities, and for more than one slice.
 ASKED_PROMPT_TOKENS = 80
 ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
@@ -59,8 +61,8 @@ def warm_up(
     is_gpu = executor.model.device.type == "cuda"
     steps = _cpu_steps()
     if is_gpu:
-        sizes = [size for size in executor.model.token_sizes if size < max_tokens]
-        chosen = (_prompts(size, max_row_tokens) for size in sizes)
+        sizes = sorted({*executor.model.token_sizes, *LINEAR_TOKENS})
+        chosen = (_prompts(size, max_row_tokens) for size in sizes if size < max_tokens)
         steps = chain(chosen, _gpu_steps(num_rows, max_tokens, max_row_tokens))
         if executor.attends_few_tokens_apart:
             steps = chain(steps, _short_chunks(num_rows))

@@ -17,9 +17,6 @@ Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbe
 float16, in which they are read (`eight_bits`). The latents' scale is part of the factor on scores
 and multiplies the means; a rotated query is multiplied by how much larger its keys' scale is.
 
-Of up to 16 lines, on a Hopper, keys are the left operand (`is_swapped`): its matrix instruction has
-64 rows or more, reads both operands from shared memory, and pads no lines.
-
 Without a split (`whole_rows`) a row's bits do not depend on its batch.
 """
 
@@ -61,7 +58,9 @@ _FEW_LINES = 16
 _LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 queries fit beside keys
 _MANY_PER_SM, _FEW_PER_SM = 2, 1  # programs, by what is left of an SM's shared memory
 _TILE_KEYS, _MIN_TILE_KEYS = 32, 16
-SWAPPED_KEYS = 64  # the matrix instruction's rows
+# Of few lines on an H200: a tile takes 1.9 us where a row's programs have an SM each, a part more
+# 0.22 us in the combination.
+_PARTS_A_TILE = 8
 _UNSPLIT = 1 << 20  # tiles, more than any row has
 _PART_TILE = 4  # parts combined at once
 
@@ -73,7 +72,6 @@ class LatentWork:
     shape: LatentShape
     max_queries: int  # of a row; 1 = row r's query is token r
     split: DecodeWork
-    is_swapped: bool  # as of `LatentConfig`
     # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
     row_parts: Tensor
 
@@ -87,8 +85,6 @@ class LatentConfig:
 
     decode: DecodeConfig
     num_tiles: int
-    # Keys are the left operand: 64 or more a tile, in 16 bits, without scales and drafts.
-    is_swapped: bool = False
 
 
 @triton.jit
@@ -158,60 +154,6 @@ def _divisor(total, HAS_DRAFTS: tl.constexpr):
     return divisor
 
 
-@triton.jit
-def _turned(x, IS_SWAPPED: tl.constexpr) -> tl.tensor:
-    """Lines as columns where keys are the left operand."""
-    if IS_SWAPPED:
-        x = tl.trans(x)
-    return x
-
-
-@triton.jit
-def _seen(keys, is_key, last_seen, HAS_DRAFTS: tl.constexpr) -> tl.tensor:
-    """Which keys which lines see: [1 or lines, keys]."""
-    is_seen = is_key[None, :]
-    if HAS_DRAFTS:
-        is_seen = is_seen & (keys[None, :] <= last_seen)
-    return is_seen
-
-
-@triton.jit
-def _add_tile(
-    q_latent, q_latent_odd, q_rope, q_rope_odd, latents, rotated_keys, is_seen, score_scale,
-    biggest, total, acc, acc_odd, IS_FP8: tl.constexpr, HAS_DRAFTS: tl.constexpr,
-    SHIFT: tl.constexpr, KNOWS_E4M3: tl.constexpr,
-):  # fmt: skip
-    """Maxima, sums of weights and of weighted latents with one tile of keys more."""
-    latents, latents_odd = widen_pairs(latents, q_latent.dtype, IS_FP8, KNOWS_E4M3)
-    keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
-    scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
-    scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
-    scores = tl.where(is_seen, scores, float("-inf"))
-    bigger = tl.maximum(biggest, tl.max(scores, 1))
-    finite = _finite(bigger, HAS_DRAFTS)  # each tile has a key, but maybe none that is seen
-    p = tl.exp2(scores - (finite - SHIFT)[:, None])
-    shrink = tl.exp2(biggest - finite)
-    total = total * shrink + tl.sum(p, 1)
-    acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
-    return bigger, total, acc, acc_odd
-
-
-@triton.jit
-def _add_tile_swapped(
-    q_latent, q_rope, latents, rotated_keys, is_seen, score_scale, biggest, total, acc
-):
-    """The same with keys as the left operand: `acc` and the queries have lines as columns."""
-    scores = tl.dot(latents, q_latent)
-    scores = tl.dot(rotated_keys, q_rope, scores) * tl.trans(score_scale)
-    scores = tl.where(tl.trans(is_seen), scores, float("-inf"))
-    bigger = tl.maximum(biggest, tl.max(scores, 0))
-    p = tl.exp2(scores - bigger[None, :])
-    shrink = tl.exp2(biggest - bigger)
-    total = total * shrink + tl.sum(p, 0)
-    acc = tl.dot(tl.trans(latents), p.to(latents.dtype), acc * shrink[None, :])
-    return bigger, total, acc
-
-
 @triton.jit(
     do_not_specialize=["layer"],
     do_not_specialize_on_alignment=["block_ids_ptr", "cu_tokens_ptr", "num_keys_ptr"],
@@ -247,7 +189,6 @@ def _latent_decode_kernel(
     TILE_KEYS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     SHIFT: tl.constexpr,  # by which power of two weights are too large
-    IS_SWAPPED: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -281,7 +222,6 @@ def _latent_decode_kernel(
     member = tl.arange(0, QUERY_ROWS)
     is_line = member < TILE_LINES
     lines = tile * TILE_LINES + member
-    last_seen = lines[:, None]  # not used without drafts
     if HAS_DRAFTS:
         if tile * TILE_LINES >= num_queries * NUM_HEADS:
             return
@@ -312,8 +252,6 @@ def _latent_decode_kernel(
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, rank_words], tl.float32)
     acc_odd = acc
-    acc = _turned(acc, IS_SWAPPED)
-    q_latent, q_rope = _turned(q_latent, IS_SWAPPED), _turned(q_rope, IS_SWAPPED)
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         is_key = keys < end_key
@@ -323,18 +261,23 @@ def _latent_decode_kernel(
         rotated_keys = tl.load(vectors + of_key[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        is_seen = _seen(keys, is_key, last_seen, HAS_DRAFTS)
-        if IS_SWAPPED:
-            biggest, total, acc = _add_tile_swapped(
-                q_latent, q_rope, latents, rotated_keys, is_seen, score_scale, biggest, total, acc
-            )
-        else:
-            biggest, total, acc, acc_odd = _add_tile(
-                q_latent, q_latent_odd, q_rope, q_rope_odd, latents, rotated_keys, is_seen,
-                score_scale, biggest, total, acc, acc_odd, IS_FP8, HAS_DRAFTS, SHIFT, KNOWS_E4M3,
-            )  # fmt: skip
+        latents, latents_odd = widen_pairs(latents, q_latent.dtype, IS_FP8, KNOWS_E4M3)
+        keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
+        scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
+        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
+        is_seen = is_key[None, :]
+        if HAS_DRAFTS:
+            is_seen = is_seen & (keys[None, :] <= last_seen)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        bigger = tl.maximum(biggest, tl.max(scores, 1))
+        finite = _finite(bigger, HAS_DRAFTS)  # each tile has a key, but maybe none that is seen
+        p = tl.exp2(scores - (finite - SHIFT)[:, None])
+        shrink = tl.exp2(biggest - finite)
+        total = total * shrink + tl.sum(p, 1)
+        acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
+        biggest = bigger
     divisor = _divisor(total, HAS_DRAFTS)
-    means = joined(_turned(acc, IS_SWAPPED), acc_odd, IS_FP8) / divisor[:, None] * mean_scale
+    means = joined(acc, acc_odd, IS_FP8) / divisor[:, None] * mean_scale
     if num_parts == 1:
         tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=has_line)
     else:
@@ -417,6 +360,8 @@ def fitted_config(
             f" {query_rows} queries of {shape.width}"
         )
     config = DecodeConfig(tile_keys=tile_keys, num_warps=4 if is_few else 8, num_stages=stages)
+    if is_few:
+        config = replace(config, min_part_tiles=1, parts_a_tile=_PARTS_A_TILE)
     if device.is_gpu:
         config = replace(config, num_programs=per_sm * device.num_sms)
     if whole_rows:
@@ -486,13 +431,7 @@ def open_latent(
     row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
     decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
     split = open_decode(rows, max_keys, scratch, decode)
-    return LatentWork(
-        shape=shape,
-        max_queries=max_queries,
-        split=split,
-        is_swapped=config.is_swapped,
-        row_parts=row_parts,
-    )
+    return LatentWork(shape=shape, max_queries=max_queries, split=split, row_parts=row_parts)
 
 
 def _num_extra(num_rows: int, config: LatentConfig) -> int:
@@ -535,10 +474,6 @@ def latent_decode(
     assert q.stride()[1:] == (shape.query_dim, 1), f"q has strides {q.stride()}"
     assert store.stride()[3:] == (shape.width, shape.width, 1), f"the store: {store.stride()}"
     check_store(q, store, scales)
-    if work.is_swapped:
-        assert config.tile_keys >= SWAPPED_KEYS, f"tiles of {config.tile_keys} keys"
-        assert scales is None, "numbers of e4m3 are no left operand"
-        assert not has_drafts, "rows of several tokens are not swapped"
     words = store if scales is None else store.view(torch.uint16)
     use_pdl = pdl_supported(q.device)
     _latent_decode_kernel[(tiles, len(items))](
@@ -569,7 +504,6 @@ def latent_decode(
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=_query_rows(tile_lines),
         SHIFT=0.0 if scales is None else SHIFT,
-        IS_SWAPPED=work.is_swapped,
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,

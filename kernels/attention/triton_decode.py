@@ -62,6 +62,9 @@ class DecodeConfig:
     num_stages: int = 3
     # A row with at most this many tiles is not split: combining costs about as much as four tiles.
     min_part_tiles: int = 4
+    # Parts that are combined in the time of one tile: a row of n tiles gets parts of at least
+    # sqrt(n / this), which take the least time where no other row waits. 0 = of any size.
+    parts_a_tile: int = 0
     # Desired number of programs beyond one per row and KV head: four for each of 132 SMs; a
     # backend replaces it by four for each of its device's.
     num_programs: int = 528
@@ -170,6 +173,7 @@ def _plan_kernel(
     num_items,
     max_extra_items,
     MIN_PART_TILES: tl.constexpr,
+    PARTS_A_TILE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -187,7 +191,11 @@ def _plan_kernel(
         num_keys = tl.load(num_keys_ptr + row, mask=row >= 0, other=0)
         first_block = tl.load(cu_blocks_ptr + row, mask=row >= 0, other=0)
         num_tiles, first_seen = _num_tiles(num_keys, TILE_KEYS, WINDOW)
-        part_tiles = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, limit), 1)), 1)
+        least = limit
+        if PARTS_A_TILE > 0:
+            balanced = tl.sqrt(num_tiles.to(tl.float32) / PARTS_A_TILE) + 0.5
+            least = tl.maximum(limit, balanced.to(tl.int32))
+        part_tiles = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, least), 1)), 1)
         num_parts = tl.cdiv(num_tiles, part_tiles)
         first_item = num_used + tl.cumsum(num_parts) - num_parts
         for part in range(tl.max(num_parts)):
@@ -450,6 +458,7 @@ def plan_decode(work: DecodeWork) -> None:
             len(items),
             _max_extra_items(work.shape, work.config),
             MIN_PART_TILES=work.config.min_part_tiles,
+            PARTS_A_TILE=work.config.parts_a_tile,
             TILE_KEYS=work.config.tile_keys,
             WINDOW=window or 0,
         )

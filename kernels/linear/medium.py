@@ -9,19 +9,22 @@ tile may have two parts, `first` + `second` weight rows, each with its own produ
 piece of x: 24,576 rows are 128 tiles of 128 + 64 for 132 multiprocessors.
 
 A program computes one tile from all columns, so the same operands give the same bits in every run.
-Operands are loaded by TMA, which reads zeros past the end. Gated weights, descriptors and the early
-start of the next kernel are as in `kernels.linear.large`.
+Operands are loaded by TMA, which writes zeros for rows past the end. It does so more slowly than it
+loads rows that exist, and the weight waits meanwhile: so x is loaded by pointers where more than an
+eighth of a tile's tokens is missing. Gated weights, descriptors and the early start of the next
+kernel are as in `kernels.linear.large`.
 """
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.linear.small import Shape, check_operands, prefetch_rows, shape_of
+from kernels.linear.small import Shape, check_operands, load_tokens, prefetch_rows, shape_of
 from kernels.pdl import pdl_supported
 
 
@@ -36,6 +39,7 @@ class MediumConfig:
     num_warps: int
     num_stages: int
     prefetch_k: int  # columns prefetched before x is ready: 0 or a power of two >= 64
+    x_by_tma: bool = True  # else by pointers
 
 
 # Measured on an H200 with Qwen3-8B's weights, each kind in a graph over more weights than the L2
@@ -45,7 +49,9 @@ class MediumConfig:
 # in two parts: 29.4 deep, 12.2 square, 17.5 narrow. 128 tokens: 57.2 | 61.4 gated; left to the
 # library: deep 34.4 | 34.5, square 14.5 | 14.3, narrow 20.9 | 17.0. 256 tokens: 93.2 | 91.6 gated;
 # on a later card (load_tests.lab.bench_linear) 82.4 | 80.6, ours in tiles of 256 tokens by 192
-# rows.
+# rows. x by pointers | by TMA, Qwen3-8B's four products with pauses for the rest of a layer: 33
+# tokens 125.3 | 149.8, 40 125.0 | 143.4, 48 125.8 | 133.1, 56 125.2 | 126.2, 64 126.5 | 125.5;
+# gated 72 52.6 | 57.8, 96 52.8 | 54.1, 127 53.7 | 52.3.
 _FASTER_UP_TO = {
     Shape.GATED: 128,
     Shape.DEEP: 64,
@@ -59,10 +65,25 @@ _STAGES_BYTES = 200 * 1024  # of 227 KiB of shared memory; more was not faster
 _MAX_STAGES = 8
 
 
-def faster_up_to(weight: Tensor, *, gated: bool) -> int:
-    """The largest number of tokens for which these kernels are faster; 0: none."""
+# Share of a tile's tokens from which loading x by TMA is as fast as if none were missing.
+_LEAST_FILLED = Fraction(7, 8)
+# Weights of 5,120 rows are 107 tiles for 132 multiprocessors: with x by pointers the library is
+# faster by 1 to 3 us of 14 to 38, with x by TMA it is as fast.
+_LEAST_BUSY = Fraction(5, 6)
+
+
+def faster_for(weight: Tensor, num_multiprocessors: int, *, gated: bool) -> range:
+    """The numbers of tokens for which these kernels are faster than the library; may be empty.
+
+    Those of `kernels.linear.small` are faster for the first of them.
+    """
     num_rows, num_columns = weight.shape
-    return _FASTER_UP_TO.get(shape_of(num_rows, num_columns, gated), 0)
+    most = _FASTER_UP_TO.get(shape_of(num_rows, num_columns, gated), 0)
+    cut = choose_config(most, num_rows, num_multiprocessors)
+    num_tiles = math.ceil(num_rows / (cut.first + cut.second))
+    num_places = math.ceil(num_tiles / num_multiprocessors) * num_multiprocessors
+    needs_tma = not gated and num_tiles < _LEAST_BUSY * num_places
+    return range(math.ceil(_LEAST_FILLED * cut.block_m) if needs_tma else 1, most + 1)
 
 
 def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> MediumConfig:
@@ -88,6 +109,7 @@ def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> M
         num_warps=4,
         num_stages=min(_MAX_STAGES, _STAGES_BYTES // stage_bytes),
         prefetch_k=512,
+        x_by_tma=num_tokens >= _LEAST_FILLED * block_m,
     )
 
 
@@ -134,7 +156,7 @@ def _finish_part(
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["bias_ptr"])
 def _medium_linear_kernel(
-    x_desc,  # [num_tokens, K] by [BLOCK_M, BLOCK_K]
+    x,  # [num_tokens, K], row stride STRIDE_X, or if X_BY_TMA by [BLOCK_M, BLOCK_K]
     first_desc,  # [N, K] by [FIRST, BLOCK_K], or [2, N // 2, K] by [2, FIRST // 2, BLOCK_K]
     second_desc,  # the same by SECOND rows; not read if there are none
     weight_ptr,  # the same weight [N, K], for the prefetch
@@ -143,6 +165,8 @@ def _medium_linear_kernel(
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    X_BY_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -170,17 +194,25 @@ def _medium_linear_kernel(
                     PREFETCH_K,
                 )  # fmt: skip
         tl.extra.cuda.gdc_wait()
+    tokens = token + tl.arange(0, BLOCK_M)
+    k_offsets = tl.arange(0, BLOCK_K)
+    if not X_BY_TMA:
+        x_pointers = x + tokens[:, None] * STRIDE_X + k_offsets[None, :]
     first = tl.zeros((BLOCK_M, FIRST), dtype=tl.float32)
     if SECOND > 0:
         second = tl.zeros((BLOCK_M, SECOND), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        x = x_desc.load([token, k])
+        if X_BY_TMA:
+            x_tile = x.load([token, k])
+        else:
+            x_tile = load_tokens(
+                x_pointers + k, tokens < num_tokens, k_offsets, K - k, K % BLOCK_K != 0
+            )
         w = _load_rows(first_desc, row, k, FIRST, BLOCK_K, IS_GATED)
-        first = tl.dot(x, tl.trans(w), first)
+        first = tl.dot(x_tile, tl.trans(w), first)
         if SECOND > 0:
             v = _load_rows(second_desc, row + FIRST_WIDTH, k, SECOND, BLOCK_K, IS_GATED)
-            second = tl.dot(x, tl.trans(v), second)
-    tokens = token + tl.arange(0, BLOCK_M)
+            second = tl.dot(x_tile, tl.trans(v), second)
     _finish_part(
         first, bias_ptr, y_ptr, tokens, row, num_tokens, NUM_OUTPUTS, HAS_BIAS, IS_GATED, BLOCK_M,
         FIRST,
@@ -237,7 +269,7 @@ def _launch(
         second_desc = TensorDescriptor.from_tensor(pieces, _piece(cut.second, cut.block_k, gated))
     use_pdl = pdl_supported(x.device)
     _medium_linear_kernel[(num_tiles,)](
-        TensorDescriptor.from_tensor(x, [cut.block_m, cut.block_k]),
+        TensorDescriptor.from_tensor(x, [cut.block_m, cut.block_k]) if cut.x_by_tma else x,
         first_desc,
         second_desc,
         weight,
@@ -246,6 +278,8 @@ def _launch(
         num_tokens,
         N=num_rows,
         K=num_columns,
+        STRIDE_X=0 if cut.x_by_tma else x.stride(0),
+        X_BY_TMA=cut.x_by_tma,
         HAS_BIAS=bias is not None,
         IS_GATED=gated,
         BLOCK_M=cut.block_m,

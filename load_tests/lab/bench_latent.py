@@ -49,9 +49,6 @@ TILINGS = (
     (64, 4, 2, 2), (64, 4, 3, 1), (64, 8, 2, 2), (64, 8, 3, 1), (16, 4, 4, 2), (16, 4, 5, 2),
     (16, 4, 3, 3),
 )  # fmt: skip
-# The same of keys as the left operand, of up to 16 heads and a store without scales.
-SWAPPED_TILINGS = ((64, 4, 2, 1), (64, 8, 2, 1), (64, 4, 2, 2), (64, 8, 2, 2))
-MOST_SWAPPED_HEADS = 16
 
 
 def _shape(num_heads: int) -> LatentShape:
@@ -136,28 +133,24 @@ def measure(
 def _fits(config: LatentConfig, shape: LatentShape) -> bool:
     """Whether a tiling of few heads, with a buffer fewer than stages, has room."""
     cut = config.decode
-    num_buffers = cut.num_stages - (0 if config.is_swapped else 1)
-    tiles = 2 * shape.width * (cut.tile_keys * num_buffers + 16)
+    tiles = 2 * shape.width * (cut.tile_keys * (cut.num_stages - 1) + 16)
     return tiles < device_properties(torch.device("cuda")).shared_memory_per_block_bytes - 4096
 
 
 def _told(config: LatentConfig) -> str:
     cut = config.decode
-    told = f"{cut.tile_keys} keys, {cut.num_warps} warps, {cut.num_stages} stages"
-    return f"{told}, {cut.num_programs}" + (", keys left" if config.is_swapped else "")
+    return f"{cut.tile_keys} keys, {cut.num_warps} warps, {cut.num_stages} stages, " + str(
+        cut.num_programs
+    )
 
 
-def tilings(shape: LatentShape, *, in_e4m3: bool) -> list[LatentConfig]:
+def tilings(shape: LatentShape) -> list[LatentConfig]:
     """What `--tiles` tries."""
     device = device_properties(torch.device("cuda"))
     own = fitted_config(shape, device, whole_rows=False)
-    cuts = [(False, cut) for cut in TILINGS]
-    if shape.num_heads <= MOST_SWAPPED_HEADS and not in_e4m3:
-        cuts += [(True, cut) for cut in SWAPPED_TILINGS]
     return [
         replace(
             own,
-            is_swapped=is_swapped,
             decode=replace(
                 own.decode,
                 tile_keys=tile_keys,
@@ -166,7 +159,7 @@ def tilings(shape: LatentShape, *, in_e4m3: bool) -> list[LatentConfig]:
                 num_programs=per_sm * device.num_sms,
             ),
         )
-        for is_swapped, (tile_keys, num_warps, num_stages, per_sm) in cuts
+        for tile_keys, num_warps, num_stages, per_sm in TILINGS
     ]
 
 
@@ -280,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_good = True
     for num_heads in args.heads:
         shape = _shape(num_heads)
-        configs = [None, *(tilings(shape, in_e4m3=args.fp8) if args.tiles else ())]
+        configs = [None, *(tilings(shape) if args.tiles else ())]
         for num_rows in args.rows:
             for num_keys in args.keys:
                 for line, is_same in measure(shape, num_rows, num_keys, configs, scales):

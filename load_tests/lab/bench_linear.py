@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -232,7 +233,8 @@ def _kind(text: str) -> str:
 def _cut(text: str) -> MediumConfig:
     names = ("block_m", "first", "second", "block_k", "num_warps", "num_stages", "prefetch_k")
     numbers = [int(part) for part in text.split(",")]
-    return MediumConfig(**dict(zip(names, numbers, strict=True)))
+    sizes: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    return MediumConfig(**sizes)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 They are forked from a server that has imported torch once, so that more ranks cost little.
 """
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,14 +17,13 @@ from torch import Tensor
 from engine.layers.context import Comm
 from engine.ranks.comm import connect_ranks
 from engine.ranks.rank import Rank
+from tests.harness.forks import FORKS
 
 T = TypeVar("T")
 
 STAGED = "staged"
 TIMEOUT_S = 30.0  # of an operation between ranks, on a busy machine
 _ANSWER_S = 120.0  # what a function may take on the other ranks, at most
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "engine.build"])
 
 
 class RankProcesses:
@@ -44,8 +42,8 @@ class RankProcesses:
 
     def __enter__(self) -> Self:
         for index in range(1, self._size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(
                 target=_serve, args=(theirs, Rank(index, self._size), *self._given), daemon=True
             )
             process.start()

@@ -14,6 +14,7 @@ from typing import Any
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.kv.layout import KvLayout
 from load_tests.testbed.channel_ends import End, ReceivingProcess, SendingProcess
+from tests.harness.forks import FORKS
 
 LAYOUT = KvLayout.with_heads(
     num_layers=12, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
@@ -27,9 +28,6 @@ CONFIG = HandoffConfig(
     pulled_piece_bytes=200 * LAYOUT.block_bytes,
     floors_gb_s=FloorsConfig(gloo_pair=0.001),
 )
-# Processes of a CPU are forked from one that has imported what they need, and runs nothing.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.actors.kv_transfer.hashed_processes"])
 _SPAWNS = multiprocessing.get_context("spawn")
 
 
@@ -39,7 +37,7 @@ class TwoProcesses:
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
         self._device = device
-        self._context = _FORKS if device == "cpu" else _SPAWNS
+        self._context = FORKS if device == "cpu" else _SPAWNS
         self._started: list[BaseProcess] = []
 
     def start_receiver(self) -> BaseProcess:

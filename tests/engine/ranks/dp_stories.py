@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from configs.schema import SchedulerConfig
 from engine.clock import MonotonicClock
 from engine.core import EngineCore, Executor, PendingStep, StepScheduler
@@ -17,8 +20,8 @@ from engine.kv.hashes import RequestHasher
 from engine.kv.rank_caches import RankCaches
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import FailureRecord, TokenRecord
-from engine.models.registry import AS_PUBLISHED, WeightSource
-from engine.plan import StepPlan
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
+from engine.plan import StepPlan, empty_plan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
@@ -31,6 +34,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafter import Drafter, FixedDrafts
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.graph_story import RerunRecorder
+from tests.engine.runner.step_driver import StepDriver
 from tests.harness.fakes import RecordingHandoffQueue
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
@@ -252,3 +256,29 @@ def _build_exact(
         captures_drafts=captures_drafts,
         overlaps=overlaps,
     )
+
+
+def logits_of_halves(comm: Comm, folder: Path, overlaps: bool) -> list[Tensor]:
+    """Of steps with prompts and of decodes, where ranks have other rows; in real numbers."""
+    device = torch.device("cpu")
+    own = comm.rank
+    model = build_model(folder, dtype=torch.float32, device=device, rank=own, source=DP_ATTENTION)
+    drivers = [StepDriver(model, seed=2, comm=comm) for _ in range(2)]
+    ours = drivers[own.index].executor  # the others only make plans
+    if overlaps:
+        ours.overlap_two_batches(EVERY_STEP, threshold=0.48)
+    for rank, lengths in enumerate(((9, 50, 2, 1), (31,))):
+        for row, length in enumerate(lengths):
+            drivers[rank].admit(row, [(5 * place + row) % 130 for place in range(length)])
+    found = []
+    steps: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
+        ({0: 8, 1: 30}, {0: 29}),
+        ({1: 19, 2: 1, 3: 1}, {0: 1}),
+        ({0: 1, 1: 1}, {0: 1}),
+    )
+    for first, second in steps:
+        plans = [driver.plan(new) for driver, new in zip(drivers, (first, second), strict=True)]
+        found.append(ours.forward_logits(empty_plan(0, plans)))
+    counts = ours.statistics().two_batches
+    assert counts is None or (counts.num_split_prompts, counts.num_split_decodes) == (2, 1)
+    return found

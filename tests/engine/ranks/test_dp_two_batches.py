@@ -7,10 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
-from engine.layers.context import Comm
-from engine.models.registry import build_model
 from engine.plan import empty_plan
 from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import DpMeetings
@@ -22,10 +19,10 @@ from engine.runner.split_decodes import _rows_of
 from kernels.attention.protocol import build_step
 from tests.engine.ranks.dp_stories import (
     DP_ATTENTION,
-    EVERY_STEP,
     DpEngine,
     build_executor,
     engine_of_one_rank,
+    logits_of_halves,
 )
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.engine.ranks.test_dp_attention import (
@@ -42,7 +39,6 @@ from tests.engine.ranks.test_dp_attention import (
 )
 from tests.engine.ranks.test_dp_attention import folder as folder
 from tests.engine.ranks.test_dp_attention import two as two
-from tests.engine.runner.step_driver import StepDriver
 from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import save_model
@@ -75,7 +71,7 @@ def test_tokens_and_scores_are_those_of_one_rank(
     assert {("extend", "extend"), ("decode", "decode"), ("extend", "decode")} <= kinds
 
 
-@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_rank_without_rows_takes_part_in_both_halves(
     captures: bool, two: RankProcesses, folder: Path
 ) -> None:
@@ -93,7 +89,7 @@ def test_a_rank_without_rows_takes_part_in_both_halves(
         assert counts.num_split_decodes + counts.num_replayed > 0
 
 
-@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_ranks_with_many_rows_and_with_one_split_alike(
     captures: bool, two: RankProcesses, folder: Path
 ) -> None:
@@ -110,8 +106,8 @@ def test_ranks_with_many_rows_and_with_one_split_alike(
 @pytest.mark.parametrize(
     ("overlap", "captures"),
     [
-        (False, False),
         (True, True),
+        pytest.param(False, False, marks=pytest.mark.nightly),
         pytest.param(True, False, marks=pytest.mark.nightly),
         pytest.param(False, True, marks=pytest.mark.nightly),
     ],
@@ -170,6 +166,7 @@ def test_a_rank_computes_halves_apart_while_others_replay_them(
     assert _kinds(ours.plans[6]) == ("extend", "extend")
 
 
+@pytest.mark.nightly
 def test_four_ranks_split_beside_latents(tmp_path: Path) -> None:
     save_model(tmp_path, "DeepseekV3ForCausalLM", num_hidden_layers=3, n_shared_experts=2)
     save_whole_numbers(tmp_path, seed=3)
@@ -189,38 +186,12 @@ def test_a_mistake_in_the_exchange_of_halves_changes_tokens(
         assert _answers(shared.engine, _requests()) != expected
 
 
-def _logits(comm: Comm, folder: Path, overlaps: bool) -> list[Tensor]:
-    """Of steps with prompts and of decodes, where ranks have other rows; in real numbers."""
-    device = torch.device("cpu")
-    own = comm.rank
-    model = build_model(folder, dtype=torch.float32, device=device, rank=own, source=DP_ATTENTION)
-    drivers = [StepDriver(model, seed=2, comm=comm) for _ in range(2)]
-    ours = drivers[own.index].executor  # the others only make plans
-    if overlaps:
-        ours.overlap_two_batches(EVERY_STEP, threshold=0.48)
-    for rank, lengths in enumerate(((9, 50, 2, 1), (31,))):
-        for row, length in enumerate(lengths):
-            drivers[rank].admit(row, [(5 * place + row) % 130 for place in range(length)])
-    found = []
-    steps: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
-        ({0: 8, 1: 30}, {0: 29}),
-        ({1: 19, 2: 1, 3: 1}, {0: 1}),
-        ({0: 1, 1: 1}, {0: 1}),
-    )
-    for first, second in steps:
-        plans = [driver.plan(new) for driver, new in zip(drivers, (first, second), strict=True)]
-        found.append(ours.forward_logits(empty_plan(0, plans)))
-    counts = ours.statistics().two_batches
-    assert counts is None or (counts.num_split_prompts, counts.num_split_decodes) == (2, 1)
-    return found
-
-
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_logits_differ_less_than_the_demanded_tolerance(
     architecture: str, two: RankProcesses, tmp_path: Path
 ) -> None:
     save_model(tmp_path, architecture, seed=8, num_hidden_layers=3)
-    whole, halves = (two.run(_logits, tmp_path, overlaps) for overlaps in (False, True))
+    whole, halves = (two.run(logits_of_halves, tmp_path, overlaps) for overlaps in (False, True))
     for ours, theirs in zip(whole, halves, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert (one - other).abs().max() < 1e-4

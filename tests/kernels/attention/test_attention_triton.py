@@ -247,6 +247,22 @@ def plan_cases() -> None:
         for window, items in work.items.items():
             _assert_parts_cover_rows(items[items[:, 2] > 0].tolist(), lengths, window)
         assert len(items) <= num_rows + 5
+    _assert_parts_are_balanced(6, 32, 128)
+
+
+def _assert_parts_are_balanced(*row_tiles: int) -> None:
+    """Parts of sqrt(tiles / 8), rounded, where programs are left for all."""
+    from kernels.attention.triton_decode import DecodeConfig, open_decode, plan_decode
+
+    rows = FixedRows(len(row_tiles), 1, "cpu").rows
+    rows.num_keys.copy_(torch.tensor([16 * tiles for tiles in row_tiles]))
+    rows.cu_blocks.copy_(torch.arange(len(row_tiles) + 1) * 128)
+    config = DecodeConfig(tile_keys=16, min_part_tiles=1, parts_a_tile=8, num_programs=1000)
+    work = open_decode(rows, 16 * 128, _shape((4, 2), 64), config)
+    plan_decode(work)
+    items = work.items[None].tolist()
+    num_parts = {item[0]: item[2] for item in items if item[2]}
+    assert num_parts == {0: 6, 1: 16, 2: 32}
 
 
 def _assert_parts_cover_rows(

@@ -279,7 +279,6 @@ def check_some() -> None:
     check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
     _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
-    _check_swapped()
     _check_e4m3([(35, 1), (18, 9)], IN_E4M3, piece_bytes=4 * made * 11)
     _check_prompt_replays(1)
 
@@ -296,23 +295,6 @@ def test_memory_is_counted_for_a_piece_and_for_what_pieces_leave_to_the_next() -
     assert one == sum(part.nbytes for part in made)
     two = prefill_bytes(SMALL, torch.float32, num_tokens=9, num_keys=54, max_piece_keys=27)
     assert two - one == 9 * SMALL.num_heads * (SMALL.value_dim + 1) * 4
-
-
-def _check_swapped(
-    shape: LatentShape = SMALL, dtype: torch.dtype = torch.float16, device: str = "cpu"
-) -> None:
-    """Keys as the left operand: rows of less than a tile, of one, and split ones."""
-    from kernels.attention.latent_decode import SWAPPED_KEYS, LatentConfig
-    from kernels.attention.triton_decode import DecodeConfig
-
-    rows = [(2, 1), (SWAPPED_KEYS - 1, 1), (SWAPPED_KEYS, 1), (random.randrange(130, 300), 1)]
-    problem = build_problem(rows, shape, dtype=dtype, device=device)
-    for min_part_tiles in (1, 8):
-        decode = DecodeConfig(
-            tile_keys=SWAPPED_KEYS, num_stages=2, min_part_tiles=min_part_tiles, num_programs=24
-        )
-        config = LatentConfig(decode=decode, num_tiles=1, is_swapped=True)
-        check(_triton(problem, decode_config=config), problem)
 
 
 def _check_e4m3(
@@ -482,13 +464,6 @@ def test_the_kernels_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
         check(_triton(problem), problem)
         check(_triton(problem, piece_bytes=64 * 2**20), problem)
         check(_triton(problem, fixed_tile=True), problem)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [V2_LITE, _shape(12, 128, 32, 48, 80)], ids=str)
-def test_keys_as_the_left_operand_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
-    _check_swapped(shape, dtype, "cuda")
 
 
 @pytest.mark.gpu

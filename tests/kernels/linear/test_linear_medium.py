@@ -8,11 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.runner.warm_up import LINEAR_TOKENS
 from kernels.compilation import CompilationCounter
 from kernels.linear.medium import (
     MediumConfig,
     choose_config,
-    faster_up_to,
+    faster_for,
     medium_gated_linear,
     medium_linear,
 )
@@ -35,9 +36,11 @@ SIZES += [(65, 272, 720), (100, 28672, 1040), (128, 24576, 4096), (5, 144, 128),
 def _case(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K] with a gap between rows, weight [N, K] and bias; shape: T, N, K."""
+    """x [T, K] between NaNs, weight [N, K] and bias; shape: T, N, K."""
     num_tokens, num_rows, num_columns = shape
-    x = torch.randn(num_tokens, num_columns + 24, device=device).to(dtype)[:, 8:-16]
+    around = torch.full((num_tokens + 128, num_columns + 24), torch.nan, device=device, dtype=dtype)
+    x = around[:num_tokens, 8:-16]
+    x.copy_(torch.randn(num_tokens, num_columns, device=device))
     # Products of about 1, where a gate is neither open nor shut.
     weight = (torch.randn(num_rows, num_columns, device=device) * num_columns**-0.5).to(dtype)
     return x, weight, torch.randn(num_rows, device=device).to(dtype)
@@ -49,13 +52,14 @@ def _case(
 def check_interpreted() -> None:
     for dtype in (torch.float32, torch.float16):
         for shape in [(35, 80, 96), (7, 64, 48), (70, 144, 80)]:
-            for first, second in [(32, 0), (32, 16), (16, 16)]:
+            for first, second, x_by_tma in [(32, 0, True), (32, 16, False), (16, 16, True)]:
                 cut = replace(
                     choose_config(shape[0], shape[1], 4),
                     block_m=32,
                     block_k=32,
                     first=first,
                     second=second,
+                    x_by_tma=x_by_tma,
                 )
                 x, weight, bias = _case(shape, dtype, CPU)
                 exact = exact_product(x, weight, bias)
@@ -94,8 +98,34 @@ def test_every_cut_fits_a_multiprocessor() -> None:
         assert cut.block_m >= num_tokens
 
 
-def test_a_vocabulary_is_left_to_others() -> None:
-    assert faster_up_to(torch.empty(151936, 4096, device="meta"), gated=False) == 0
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "gated", "expected"),
+    [
+        (151936, 4096, False, range(0)),
+        (4096, 12288, False, range(1, 65)),
+        (24576, 4096, True, range(1, 129)),
+        (25600, 5120, True, range(1, 129)),
+        (5120, 12800, False, range(56, 65)),
+    ],
+)
+def test_a_vocabulary_and_few_tokens_of_idle_tilings_are_left_to_others(
+    num_rows: int, num_columns: int, gated: bool, expected: range
+) -> None:
+    weight = torch.empty(num_rows, num_columns, device="meta")
+    assert faster_for(weight, H200_MULTIPROCESSORS, gated=gated) == expected
+
+
+def test_x_is_loaded_by_pointers_where_more_than_an_eighth_of_its_rows_is_missing() -> None:
+    by_tma = [n for n in range(33, 129) if choose_config(n, 4096, H200_MULTIPROCESSORS).x_by_tma]
+    assert by_tma == [*range(56, 65), *range(112, 129)]
+
+
+def test_a_warm_up_runs_every_form() -> None:
+    every, run = (
+        {choose_config(number, 24576, H200_MULTIPROCESSORS) for number in numbers}
+        for numbers in (range(33, 129), LINEAR_TOKENS)
+    )
+    assert run == every
 
 
 def test_no_tokens_give_no_rows() -> None:
@@ -144,7 +174,7 @@ def test_products_are_as_in_float64(
 @pytest.mark.parametrize(("first", "second"), [(16, 0), (32, 16), (64, 32), (128, 0), (128, 64)])
 def test_every_cut_gives_the_same_product(first: int, second: int) -> None:
     x, weight, bias = _case((201, 2064, 1040), torch.bfloat16, GPU)
-    for num_tokens in (64, 128):
+    for num_tokens in (40, 64, 96, 128):
         cut = replace(choose_config(num_tokens, 2064, 4), first=first, second=second, num_stages=3)
         assert_near(medium_linear(x, weight, bias, cut), exact_product(x, weight, bias), x.dtype)
         gated = medium_gated_linear(x, weight, bias, cut)
@@ -165,13 +195,14 @@ def test_a_product_is_the_same_bits_in_every_run() -> None:
 @pytest.mark.gpu
 def test_another_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = _case((64, 1040, 528), torch.bfloat16, GPU)
-    cut = choose_config(64, 1040, H200_MULTIPROCESSORS)
 
     def run(num_tokens: int) -> None:
+        cut = choose_config(num_tokens, 1040, H200_MULTIPROCESSORS)
         medium_linear(x[:num_tokens], weight, bias, cut)
         medium_gated_linear(x[:num_tokens].clone(), weight, bias, cut)
 
     run(40)
+    run(64)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
     counter = CompilationCounter()
     counter.install()
