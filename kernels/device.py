@@ -14,7 +14,8 @@ MIN_CAPABILITY = (8, 0)
 # The interpreter on a CPU runs programs one after the other and has no shared memory to run out of.
 _CPU_PROGRAMS = 2
 _CPU_SHARED_BYTES = 2**30
-# Beside its tiles a kernel keeps barriers and sums; more than any was compiled to.
+# Beside its tiles a kernel keeps barriers and sums; more than any was compiled to. CUDA reserves as
+# much of a multiprocessor for each program.
 _RESERVED_BYTES = 1024
 
 
@@ -65,6 +66,23 @@ def device_properties(device: torch.device) -> DeviceProperties:
         # torch's own type hints lack it
         shared_memory_per_block_bytes=found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
+
+
+def stages_for(num_beside: int, *, least: int, stage_bytes: int, shared_memory_bytes: int) -> int:
+    """`least` pipeline stages, or as many more as leave a multiprocessor no room for more programs.
+
+    num_beside: programs of a kernel that a multiprocessor has when they are spread evenly; 0 = any
+    number. With room for more, those that start while another kernel still runs crowd where that
+    ends first. Otherwise as `stages_that_fit`.
+    """
+    given = shared_memory_bytes + _RESERVED_BYTES  # of a multiprocessor
+    wanted = least
+    if num_beside > 0:
+        crowded = given // (num_beside + 1) - _RESERVED_BYTES
+        enough = max(least, crowded // stage_bytes + 1)
+        if num_beside * (enough * stage_bytes + _RESERVED_BYTES) <= given:
+            wanted = enough
+    return stages_that_fit(wanted, stage_bytes=stage_bytes, shared_memory_bytes=shared_memory_bytes)
 
 
 def why_unsupported(device: DeviceProperties) -> str | None:

@@ -3,9 +3,13 @@
 Such a kernel waits (`griddepcontrol.wait`) before it reads what an earlier kernel wrote and before
 it writes anything. Before the wait it may read only constants, and what was written before an
 earlier kernel that has waited; it may prefetch anything. It lets its successor start
-(`griddepcontrol.launch_dependents`) at once, because the successor waits in turn, or after the
-wait. Programs with nothing to do may leave without waiting, as long as one of the kernel waits:
-else the kernel could end before those that came before it, for which its successor waits no more.
+(`griddepcontrol.launch_dependents`) at once, because the successor waits in turn, or later. Early
+is not always sooner: programs that come while others still run stay where there was room. Where a
+multiprocessor has room for more than its share, the first that is free gets twice that and the last
+none. So either there is no such room (`kernels.device.stages_for`), or the successor is let in when
+nearly all is done. Programs with nothing to do may leave without waiting, as long as one of the
+kernel waits: else the kernel could end before those that came before it, for which its successor
+waits no more.
 """
 
 from functools import cache

@@ -35,11 +35,13 @@ FIXED_TILE_CONFIG = PrefillConfig(tile_queries=64, tile_keys=64, num_warps=4, nu
 # 54 | 55 (47). FA3, 36 layers: 64 x 192 0.99 ms, 64 x 4,160 9.25, 256 x 192 3.04. Small tiles with
 # few warps keep more programs on a multiprocessor, which pays once rows fill the GPU. Prefetching
 # an item's first tile to L2 before q is ready gained nothing: whole steps of 256 rows 9.70 ms
-# against 9.61, of 64 x 4,096 14.01 against 14.04.
+# against 9.61, of 64 x 4,096 14.01 against 14.04. Of e4m3 numbers, 64 x 4,112 (floor 126): 154 with
+# two stages of 64 keys and two warps, 138 with three, 131 with half or a quarter of the programs;
+# in the chain of a layer's kernels 16 x 160 takes 2.4 less with few than with some.
 FEW_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=4, num_stages=3)
 SOME_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=2, num_stages=2)
 MANY_ROWS_CONFIG = DecodeConfig(tile_keys=32, num_warps=2, num_stages=3, min_part_tiles=8)
-_SOME_ROWS, _MANY_ROWS = 16, 129
+_SOME_ROWS, _MANY_ROWS = 33, 129
 _PROGRAMS_PER_SM = 4  # that share a step's keys, beyond one a row and KV head
 _MIN_TILE_KEYS = 16
 _MEASURED_HEAD_DIM = 128  # the largest that tiles were measured with
@@ -137,7 +139,10 @@ class TritonAttention:
     def _open_decode(self, rows: RowTensors, max_keys: int) -> DecodeWork:
         config = self._decode_config
         if config is None:
-            config = fitted_decode(decode_config_for(len(rows.num_keys)), self._shape, self._device)
+            num_rows = len(rows.num_keys)
+            config = fitted_decode(decode_config_for(num_rows), self._shape, self._device)
+            if num_rows >= _SOME_ROWS:  # they fill the GPU as they are: parts have to be combined
+                config = replace(config, num_programs=config.num_programs // 2)
         return open_decode(rows, max_keys, self._shape, config)
 
     def _prefill(self, rows: RowTensors, first_row: int, num_tokens: int) -> PrefillWork:

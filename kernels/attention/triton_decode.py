@@ -509,9 +509,14 @@ def decode_attention(
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=_num_stages(config, in_fp8=scales is not None),
         launch_pdl=use_pdl,
     )
+
+
+def _num_stages(config: DecodeConfig, *, in_fp8: bool) -> int:
+    """Three at least of e4m3 numbers, as far as the memory of `config` goes: half as large each."""
+    return max(config.num_stages, min(3, 2 * config.num_stages)) if in_fp8 else config.num_stages
 
 
 def _max_extra_items(shape: AttentionShape, config: DecodeConfig) -> int:

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device import device_properties, stages_that_fit
+from kernels.device import device_properties, stages_for
 from kernels.linear.small import add_parts, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
@@ -44,25 +44,26 @@ _SIZE_MULTIPLE = 16
 _LEAST_COLUMNS = 16  # of a product of matrix units
 _MOST_COLUMNS = 128  # of a step's sums, which are in registers
 _LEAST_PART = 512  # columns
+_PART_COLUMNS = 40  # of a part for each token, at least: its sums are written and read in fp32
 _PARTS = (8, 6, 4, 3, 2)
-# Up to 16 tokens by a race on an H200 with Qwen3-8B's weights, see load_tests/results. Tiles have
-# 64 rows, of which three programs are on a multiprocessor at once: a weight's programs then fill
-# all of them evenly, and one program's products hide what another waits for. An output product
-# comes after attention, during which all of its weight may be prefetched.
-_LEAST = QuantConfig(block_m=16, block_n=64, num_warps=4, num_stages=6)
-_LEAST_PROGRAMS = 3  # of a multiprocessor
-_LEAST_SQUARE = QuantConfig(
-    block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, prefetch_bytes=1024
+# By races on an H200 with Qwen3-8B's weights, alone and in the chain of a layer, see
+# load_tests/results. Tiles of up to 16 tokens have 64 rows, of which three programs are on a
+# multiprocessor at once: a weight's programs then fill all of them evenly, and one program's
+# products hide what another waits for. Nothing is prefetched: a layer took longer with it.
+_LEAST = QuantConfig(
+    block_m=16, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=0, starts_next_early=False
 )
+_LEAST_PROGRAMS = 3  # of a multiprocessor
+_LEAST_SQUARE = replace(_LEAST, block_k=256, num_stages=4)
 _SQUARE_TO = 4096  # rows and columns
 _SQUARE_PROGRAMS = 2
-# Of more tokens by arithmetic: a part is written and read again in fp32, which takes as long as
-# many weights, and each tile reads all inputs. So tiles are as high as lets one program run on each
-# multiprocessor, and columns are split only as far.
+# Of more tokens a part is written and read again in fp32, which takes as long as many weights, and
+# each tile reads all inputs. So tiles are as high as lets one program run on each multiprocessor,
+# and columns are split only as far.
 _TILES = {
-    64: QuantConfig(block_m=64, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=2048),
-    128: QuantConfig(block_m=64, block_n=128, num_warps=8, num_stages=4),
-    256: QuantConfig(block_m=64, block_n=256, num_warps=8, num_stages=4),
+    64: QuantConfig(block_m=64, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=0),
+    128: QuantConfig(block_m=64, block_n=128, num_warps=8, num_stages=4, prefetch_bytes=0),
+    256: QuantConfig(block_m=64, block_n=256, num_warps=8, num_stages=4, prefetch_bytes=0),
 }
 _DEEP = 2  # columns for each row from which on inputs, and not parts, take the time
 _GATE_ROWS = 128  # of a tile, at least: half as many columns share a scale
@@ -209,6 +210,7 @@ def _fp8_few_kernel(
     PART_K: tl.constexpr,  # columns of a part, a multiple of BLOCK_K
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STARTS_NEXT_EARLY: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -219,7 +221,8 @@ def _fp8_few_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(columns, N, IS_GATED)
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch_rows(codes_ptr, w_rows, k_start, K, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
@@ -244,6 +247,8 @@ def _fp8_few_kernel(
             index = tl.minimum((k_start + k) // X_GROUP + group, X_GROUPS - 1)
             total *= tl.load(x_scale_pointers + index * num_tokens)[None, :]
         acc = _add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
+    if USE_PDL and not STARTS_NEXT_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     acc = _scaled(acc, piece, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS)
     acc = add_joined(acc, BLOCK_N, PIECES * GROUPS, BLOCK_M)
     is_last = True
@@ -289,9 +294,10 @@ def choose_config(
         fitting = (rows for rows in heights if triton.cdiv(num_rows, rows) <= num_sms)
         config, programs = _TILES[next(fitting, heights[-1])], num_sms
     num_tiles = triton.cdiv(num_rows, config.block_n)
+    least_part = max(_LEAST_PART, _PART_COLUMNS * block_m)
     for split_k in _PARTS:
         part, rest = divmod(num_columns, split_k)
-        is_even = rest == 0 and part % config.block_k == 0 and part >= _LEAST_PART
+        is_even = rest == 0 and part % config.block_k == 0 and part >= least_part
         if is_even and num_tiles * split_k <= programs:
             return replace(config, block_m=block_m, split_k=split_k)
     return replace(config, block_m=block_m)
@@ -299,11 +305,17 @@ def choose_config(
 
 @cache
 def fitted_config(
-    config: QuantConfig, pieces: int, x_group: int, tile_columns: int, memory_bytes: int
+    config: QuantConfig,
+    pieces: int,
+    x_group: int,
+    tile_columns: int,
+    memory_bytes: int,
+    num_beside: int = 0,
 ) -> QuantConfig:
     """`config` with steps of columns that share a scale, or of groups side by side, that fit.
 
     x_group, tile_columns: columns of a scale of x and of the weight; 0 = they do not limit a step.
+    num_beside: as of `stages_for`; 0 = stages are as given.
     """
     block_k = gcd(config.block_k, tile_columns)  # that of 0 is the other
     if x_group > 0 and block_k % x_group:
@@ -319,8 +331,11 @@ def fitted_config(
             break
         block_k //= 2
     stage_bytes = block_k * (config.block_n + pieces * groups * block_m)
-    num_stages = stages_that_fit(
-        config.num_stages, stage_bytes=stage_bytes, shared_memory_bytes=memory_bytes
+    num_stages = stages_for(
+        num_beside,
+        least=config.num_stages,
+        stage_bytes=stage_bytes,
+        shared_memory_bytes=memory_bytes,
     )
     return replace(config, block_m=block_m, block_k=block_k, num_stages=max(2, num_stages))
 
@@ -348,7 +363,7 @@ def fp8_few_linear(
     num_outputs = num_rows // 2 if gated else num_rows
     y = counters.new_empty((x.num_tokens, num_outputs), dtype=dtype)
     if y.numel() > 0:
-        cut = _fitted(config or _wanted(x.num_tokens, len(x.codes), weight), x, weight)
+        cut = _fitted(config, x, weight)
         _launch(x, weight, y, None, counters, cut, is_gated=gated)
     return y
 
@@ -361,7 +376,7 @@ def fp8_few_gate(
     N must be a multiple of the tile's rows, as `codes_gate` says.
     """
     num_pieces, num_rows = len(x.codes), weight.codes.shape[0]
-    cut = _fitted(config or _wanted(x.num_tokens, num_pieces, weight, _GATE_ROWS), x, weight)
+    cut = _fitted(config, x, weight, _GATE_ROWS)
     assert num_rows % cut.block_n == 0, f"{num_rows} rows in tiles of {cut.block_n}"
     form = InputForm(pieces=num_pieces, group=cut.block_n // 2)
     y = empty_coded(x.num_tokens, num_rows // 2, form, x.codes)
@@ -387,11 +402,23 @@ def _wanted(
     return choose_config(num_tokens, num_pieces, num_rows, num_columns, num_sms, least_rows)
 
 
-def _fitted(config: QuantConfig, x: CodedTokens, weight: Fp8Operand) -> QuantConfig:
-    memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
+def _fitted(
+    config: QuantConfig | None, x: CodedTokens, weight: Fp8Operand, least_rows: int = 64
+) -> QuantConfig:
+    """`config` as far as it fits; None = what is best."""
+    wanted = config or _wanted(x.num_tokens, len(x.codes), weight, least_rows)
+    device = device_properties(weight.codes.device)
     x_group = x.group if len(x.scales) > 1 else 0
     tile_columns = weight.tile_columns if weight.scales.shape[1] > 1 else 0
-    return fitted_config(config, len(x.codes), x_group, tile_columns, memory_bytes)
+    num_programs = triton.cdiv(weight.codes.shape[0], wanted.block_n) * wanted.split_k
+    return fitted_config(
+        wanted,
+        len(x.codes),
+        x_group,
+        tile_columns,
+        device.shared_memory_per_block_bytes,
+        triton.cdiv(num_programs, device.num_sms) if config is None else 0,
+    )
 
 
 def _launch(
@@ -446,6 +473,7 @@ def _launch(
         PART_K=triton.cdiv(num_columns, cut.block_k * cut.split_k) * cut.block_k,
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
+        STARTS_NEXT_EARLY=cut.starts_next_early,
         KNOWS_E4M3=knows_e4m3(y.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,

@@ -118,6 +118,7 @@ def _int4_joined_kernel(
     PART_K: tl.constexpr,  # columns of a part, a multiple of 2 * HALF
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STARTS_NEXT_EARLY: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
     USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -129,7 +130,8 @@ def _int4_joined_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(columns, N, IS_GATED)
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch_rows(packed_ptr, w_rows, k_start // 2, K // 2, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
@@ -156,6 +158,8 @@ def _int4_joined_kernel(
         scale, zero = load_scale(scale_pointers + group, CODES)
         total = _run_sums(packed, x, zero.to(tl.float32), CODES, USES_PTX, KNOWS_E4M3)
         acc = tl.fma(total, scale[:, None], acc)
+    if USE_PDL and not STARTS_NEXT_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     factors = tl.where(piece == 0, 1.0 / _PLACE, _SECOND_PIECE / _PLACE)
     factors *= tl.load(x_scales_ptr + tl.minimum(token, num_tokens - 1))
     acc = add_joined(acc * factors[None, :], BLOCK_N, 2, BLOCK_M)
@@ -178,7 +182,9 @@ def choose_config(
 ) -> QuantConfig:
     """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
     block_m = max(8, int(triton.next_power_of_2(num_tokens)))
-    config = QuantConfig(block_m=block_m, block_n=64, block_k=_RUN, num_warps=4, num_stages=6)
+    config = QuantConfig(
+        block_m=block_m, block_n=64, block_k=_RUN, num_stages=6, starts_next_early=False
+    )
     if num_tokens > 16:
         config = replace(config, block_n=128, num_warps=8)
     stage_bytes = _HALF * (config.block_n + 4 * block_m) + 4 * config.block_n
@@ -252,6 +258,7 @@ def int4_joined_linear(
         PART_K=triton.cdiv(num_columns, _RUN * cut.split_k) * _RUN,
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
+        STARTS_NEXT_EARLY=cut.starts_next_early,
         KNOWS_E4M3=knows_e4m3(y.device),
         USES_PTX=uses_ptx(y.device),
         USE_PDL=use_pdl,

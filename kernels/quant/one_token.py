@@ -38,20 +38,18 @@ _VECTOR = tl.constexpr(16)  # bytes of one load
 # load_tests/results. A warp loads 512 bytes of a row at once. With four rows a thread executes 3.8
 # instructions a byte of FP8 (with two 4.6) and 7.7 a byte of 4 bits (with eight 6.8); an H200's
 # memory takes as long as 6.2. Weights of 4096 rows have two programs a multiprocessor, with 64 KiB
-# on their way; smaller ones have programs of fewer rows. Short rows are prefetched whole: an output
-# product comes after attention, during which there is time for it.
-_CONFIG = QuantConfig(block_m=1, block_n=16, block_k=512, num_warps=4, num_stages=5)
+# on their way; smaller ones have programs of fewer rows. Nothing is prefetched: in the chain of a
+# layer's kernels it took longer.
+_CONFIG = QuantConfig(
+    block_m=1, block_n=16, block_k=512, num_stages=5, prefetch_bytes=0, starts_next_early=False
+)
 _INT4_BLOCK = 1024  # bytes
 _FEW_ROWS = 4096
-_SHORT_ROW = 4096  # bytes
 
 
-def choose_config(num_rows: int, row_bytes: int) -> QuantConfig:
+def choose_config(num_rows: int) -> QuantConfig:
     """The tiling for a weight of `num_rows` rows."""
-    config = _CONFIG if num_rows >= _FEW_ROWS else replace(_CONFIG, block_n=8)
-    if row_bytes > _SHORT_ROW:
-        return config
-    return replace(config, prefetch_bytes=max(128, triton.next_power_of_2(row_bytes)))
+    return _CONFIG if num_rows >= _FEW_ROWS else replace(_CONFIG, block_n=8)
 
 
 def _begin(x: Tensor, num_rows: int, num_columns: int, cut: QuantConfig, *, gated: bool) -> Tensor:
@@ -91,6 +89,7 @@ def _fp8_one_token_kernel(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STARTS_NEXT_EARLY: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -99,7 +98,8 @@ def _fp8_one_token_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(columns, N, IS_GATED)
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch_rows(codes_ptr, w_rows, 0, K, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
@@ -126,6 +126,8 @@ def _fp8_one_token_kernel(
             acc = tl.fma(total, scales, acc)
         else:
             acc += total
+    if USE_PDL and not STARTS_NEXT_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     y = tl.sum(acc, axis=1)
     if NUM_TILES == 1:
         y *= tl.load(scale_pointers)
@@ -143,7 +145,7 @@ def fp8_one_token(
     Returns [1, N]; gated: silu(gate) * up, [1, N / 2], with rows of gate first in the weight.
     """
     num_rows, num_columns = weight.codes.shape
-    cut = config or choose_config(num_rows, num_columns)
+    cut = config or choose_config(num_rows)
     y = _begin(x, num_rows, num_columns, cut, gated=gated)
     use_pdl = pdl_supported(x.device)
     _fp8_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
@@ -163,6 +165,7 @@ def fp8_one_token(
         BLOCK_K=cut.block_k,
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
+        STARTS_NEXT_EARLY=cut.starts_next_early,
         KNOWS_E4M3=knows_e4m3(x.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,
@@ -210,6 +213,7 @@ def _int4_one_token_kernel(
     BLOCK_BYTES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STARTS_NEXT_EARLY: tl.constexpr,
     USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -219,7 +223,8 @@ def _int4_one_token_kernel(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(columns, N, IS_GATED)
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch_rows(packed_ptr, w_rows, 0, ROW_BYTES, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
@@ -255,6 +260,8 @@ def _int4_one_token_kernel(
             total = tl.zeros_like(total)
         total += _less_zeros(high, high_x, zero.to(tl.float32), 16.0)
         acc = tl.fma(total, scale, acc)
+    if USE_PDL and not STARTS_NEXT_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     store_rows(
         tl.sum(acc, axis=1)[None, :], bias_ptr, y_ptr, w_rows, tile * BLOCK_N, tl.arange(0, 1), 1,
         N, HAS_BIAS, 1, BLOCK_N, IS_GATED,
@@ -270,7 +277,7 @@ def int4_one_token(
     """
     num_rows, row_bytes = weight.packed.shape
     assert supports_one_token(weight), f"{weight.codes}: floats of four bits"
-    cut = config or replace(choose_config(num_rows, row_bytes), block_k=_INT4_BLOCK)
+    cut = config or replace(choose_config(num_rows), block_k=_INT4_BLOCK)
     y = _begin(x, num_rows, 2 * row_bytes, cut, gated=gated)
     use_pdl = pdl_supported(x.device)
     _int4_one_token_kernel[(triton.cdiv(num_rows, cut.block_n),)](
@@ -291,6 +298,7 @@ def int4_one_token(
         BLOCK_BYTES=cut.block_k,
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
+        STARTS_NEXT_EARLY=cut.starts_next_early,
         USES_PTX=uses_ptx(x.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,

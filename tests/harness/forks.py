@@ -9,7 +9,7 @@ import multiprocessing
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
+        "engine.build",
         "tests.harness.rank_processes",
-        "tests.harness.tiny_models",  # transformers, which takes longer than most tests
     ]
 )

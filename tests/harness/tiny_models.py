@@ -7,33 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.deepseek_v2 import DeepseekV2Config
-from transformers.models.deepseek_v3 import DeepseekV3Config
-from transformers.models.gemma2 import Gemma2Config
-from transformers.models.gemma3 import Gemma3TextConfig
-from transformers.models.gpt_oss import GptOssConfig
-from transformers.models.llama import LlamaConfig
-from transformers.models.mistral import MistralConfig
-from transformers.models.mixtral import MixtralConfig
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen2_moe import Qwen2MoeConfig
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
+import transformers
 
+# Names: transformers imports each when it is first used, which takes seconds that other ranks and
+# the interpreter's process, which read this file and make no model, need not spend.
 CONFIG_CLASSES = {
-    "LlamaForCausalLM": LlamaConfig,
-    "MistralForCausalLM": MistralConfig,
-    "Qwen2ForCausalLM": Qwen2Config,
-    "Qwen3ForCausalLM": Qwen3Config,
-    "MixtralForCausalLM": MixtralConfig,
-    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
-    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
-    "DeepseekV2ForCausalLM": DeepseekV2Config,
-    "DeepseekV3ForCausalLM": DeepseekV3Config,
-    "GptOssForCausalLM": GptOssConfig,
-    "Gemma2ForCausalLM": Gemma2Config,
-    "Gemma3ForCausalLM": Gemma3TextConfig,
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "MixtralForCausalLM": "MixtralConfig",
+    "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "DeepseekV2ForCausalLM": "DeepseekV2Config",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "GptOssForCausalLM": "GptOssConfig",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
 }
 # Sizes of small mixtures; odd, as all of these.
 MIXTURES: dict[str, dict[str, object]] = {
@@ -142,7 +132,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 VOCAB_SIZE = 131  # odd, so that nothing is a multiple of anything by accident
 MAX_SAVED = 4  # models kept
 
-_saved: dict[bytes, PreTrainedModel] = {}  # oldest first
+_saved: dict[bytes, "transformers.PreTrainedModel"] = {}  # oldest first
 
 
 def save_model(
@@ -153,7 +143,7 @@ def save_model(
     max_shard_size: str = "5GB",
     dtype: torch.dtype = torch.float32,
     **settings: object,
-) -> PreTrainedModel:
+) -> "transformers.PreTrainedModel":
     """Write a small model to `folder`; returns it, in fp32, for comparison.
 
     Weights, norms and biases are all random, so that a missing one cannot hide.
@@ -178,17 +168,17 @@ def save_model(
     }
     if architecture == "MistralForCausalLM":
         values.setdefault("sliding_window", None)
-    config = CONFIG_CLASSES[architecture](**values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = getattr(transformers, CONFIG_CLASSES[architecture])(**values)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     fill_randomly(model, architecture, seed=seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    finished: PreTrainedModel = _as_file_says(model.float().eval())
+    finished: transformers.PreTrainedModel = _as_file_says(model.float().eval())
     if dtype == torch.float32:
         _remember(folder, finished)
     return finished
 
 
-def fill_randomly(model: PreTrainedModel, architecture: str, *, seed: int) -> None:
+def fill_randomly(model: "transformers.PreTrainedModel", architecture: str, *, seed: int) -> None:
     """Give all parameters random values, norms around what leaves numbers as they are."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -222,7 +212,7 @@ def save_embedding_model(
     """
     whole = save_model(folder, architecture, seed=seed, tie_word_embeddings=True, **settings)
     (folder / "model.safetensors").unlink()
-    body: PreTrainedModel = whole.base_model
+    body: transformers.PreTrainedModel = whole.base_model
     body.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     kinds = ["Transformer", "Pooling", *(["Normalize"] if is_normalised else [])]
     modules = [
@@ -256,8 +246,8 @@ def reference_embedding(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _load_body(folder: Path) -> PreTrainedModel:
-    body: PreTrainedModel = AutoModel.from_pretrained(
+def _load_body(folder: Path) -> "transformers.PreTrainedModel":
+    body: transformers.PreTrainedModel = transformers.AutoModel.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     return body.eval()
@@ -285,7 +275,7 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     return logits[0]
 
 
-def _remember(folder: Path, model: PreTrainedModel) -> None:
+def _remember(folder: Path, model: "transformers.PreTrainedModel") -> None:
     """Keep the last few models that were saved, by what is in their folders."""
     while len(_saved) >= MAX_SAVED:
         del _saved[next(iter(_saved))]
@@ -301,14 +291,14 @@ def _digest(folder: Path) -> bytes:
 
 
 @lru_cache(maxsize=4)
-def _load_causal(folder: Path, digest: bytes) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+def _load_causal(folder: Path, digest: bytes) -> "transformers.PreTrainedModel":
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     return _as_file_says(model.eval())
 
 
-def _as_file_says(model: PreTrainedModel) -> PreTrainedModel:
+def _as_file_says(model: "transformers.PreTrainedModel") -> "transformers.PreTrainedModel":
     """Mend what transformers 5.17 takes from nowhere: it has a limit of 7.0, whatever was asked."""
     if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
         for layer in model.model.layers:

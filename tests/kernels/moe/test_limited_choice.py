@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.deepseek_v2 import DeepseekV2Config
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-from transformers.models.deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from kernels.moe import reference
 from kernels.moe.routes import Routes, Selection
@@ -32,6 +28,10 @@ def _dense(routes: Routes, num_experts: int) -> torch.Tensor:
 def test_sigmoid_routes_are_those_of_transformers(
     num_groups: int, num_chosen: int, normalises: bool
 ) -> None:
+    # Imported late: the interpreter's process reads this file, too.
+    from transformers.models.deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
     x, weight = _inputs(33, 24)
     config = DeepseekV3Config(
         hidden_size=HIDDEN, n_routed_experts=24, num_experts_per_tok=4, n_group=num_groups,
@@ -54,6 +54,10 @@ def test_sigmoid_routes_are_those_of_transformers(
 def test_softmax_routes_within_groups_are_those_of_transformers(
     num_groups: int, num_chosen: int
 ) -> None:
+    # Imported late: the interpreter's process reads this file, too.
+    from transformers.models.deepseek_v2 import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
     x, weight = _inputs(33, 24)
     config = DeepseekV2Config(
         hidden_size=HIDDEN, num_attention_heads=4, n_routed_experts=24, num_experts_per_tok=4,
