@@ -87,6 +87,19 @@ def num_blocks_that_fit(
     return num_blocks
 
 
+def held_again(device: torch.device) -> Tensor:
+    """As much memory as steps on `device` took and gave back, which torch keeps for later steps.
+
+    Whoever holds it while graphs are captured has it kept: before each capture torch gives the GPU
+    what nobody holds, and a trial would not count it.
+    """
+    num_bytes = 0
+    if device.type == "cuda":
+        num_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        torch.cuda.empty_cache()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 logger = logging.getLogger(__name__)
 
 DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -262,6 +275,7 @@ class Replica:
             self._overlap_two_batches(executor)
         self._use_second_stream(executor)
         self._warm_up(executor, attention)
+        given_back = held_again(self._device)
         recorder = None
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
@@ -270,6 +284,7 @@ class Replica:
             )
         if self._overlaps:
             self._lag_and_capture(executor, recorder)
+        del given_back
         executor.expert_loads = self._expert_loads
         return executor
 

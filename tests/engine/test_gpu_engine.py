@@ -11,6 +11,8 @@ from configs.load import PROJECT_ROOT, load_config
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
+from engine.runner.graphs import CudaRecorder
+from engine.runner.replica import held_again
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from tests.harness.in_process import GREEDY, answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
@@ -205,6 +207,18 @@ def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
     assert engine.cache.num_blocks * engine.layout.block_bytes > 0.05 * total
     assert (1 - share) * total < free_after + 2**30
     assert tokens_of(engine, mixed_work(7, count=6))
+
+
+def test_captures_leave_what_steps_gave_back() -> None:
+    device, num_bytes = torch.device("cuda"), 2**28
+    torch.cuda.empty_cache()
+    step = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    del step
+    kept = held_again(device)
+    number = torch.zeros(1, device=device)
+    CudaRecorder().record(lambda: number + 1)
+    del kept
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= num_bytes
 
 
 def test_a_share_that_leaves_nothing_is_refused(folder: Path) -> None:
