@@ -249,11 +249,10 @@ def build_engine(
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
-        _forget_counts(executor)
         stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, spec, store, whole, comm)
-    compilations.reset()
+    _forget_counts(executor, compilations)
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
@@ -367,8 +366,9 @@ def _build_measured(
     )
 
 
-def _forget_counts(executor: Executor) -> None:
-    """Count steps from here on: those so far nobody asked for."""
+def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None:
+    """Count steps and compilations from here on: those so far no request asked for."""
+    compilations.reset()
     if executor.expert_loads is not None:
         executor.expert_loads.reset()
     if executor.may_split:

@@ -103,9 +103,13 @@ def test_steps_before_the_first_request_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("counts", [True, False])
 def test_an_engine_reports_them_if_asked_to(counts: bool, tmp_path: Path) -> None:
     save_model(tmp_path, "MixtralForCausalLM")
-    settings = {"model__path": str(tmp_path), "cache__num_blocks": 64}
-    tries_lookups = {"speculation__drafter": "ngram", "scheduler__overlap": True}
-    engine = start_engine(**settings | tries_lookups, execution__expert_load_steps=int(counts))
+    engine = start_engine(
+        model__path=str(tmp_path),
+        cache__num_blocks=64,
+        execution__expert_load_steps=int(counts),
+        speculation__drafter="ngram",  # whose lookups are tried at the start
+        scheduler__overlap=True,
+    )
     assert engine.expert_totals() is None
     engine.core.scheduler.drafting.drafter = None  # from here on steps are plain
     answer(engine, [(range(20), GREEDY)])
