@@ -98,6 +98,11 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             "speculation: attention_backend and max_graph_tokens are about steps with drafts, and"
             " drafter is none; set a drafter, or leave them out"
         )
+    if asked.ngrams_on_device is True and asked.drafter != "ngram":
+        return (
+            "speculation.ngrams_on_device: true with speculation.drafter"
+            f" {asked.drafter} looks up nothing; set drafter to ngram, or leave it out"
+        )
     if asked.drafter in (*_WITH_FOLDER, *_READING_STATES):
         return _drafting_model_contradiction(config)
     return None

@@ -249,6 +249,7 @@ def build_engine(
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
+        _forget_counts(executor)
         stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, spec, store, whole, comm)
@@ -352,7 +353,6 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
-    _forget_counts(executor)
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))

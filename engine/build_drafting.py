@@ -173,9 +173,14 @@ def _build_ngrams(target: _Target) -> RequestNgrams:
     rules = NgramRules(max_corpus_tokens=target.config.speculation.max_corpus_tokens)
     on_device = _looks_up_ngrams(target, rules)
     if on_device:
-        executor, rows = target.measured.executor, target.measured.sizes.max_rows
+        executor, sizes = target.measured.executor, target.measured.sizes
         executor.look_up_drafts(rules)
-        warm_up_ahead(executor, num_rows=rows, max_row_tokens=executor.max_row_tokens)
+        warm_up_ahead(
+            executor,
+            num_rows=sizes.max_rows,
+            max_tokens=sizes.max_tokens,
+            max_row_tokens=executor.max_row_tokens,
+        )
     return RequestNgrams(rules, on_device=on_device)
 
 

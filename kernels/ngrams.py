@@ -38,12 +38,14 @@ def look_up(
 
         on_gpu(texts, ends, drafts, min_match=min_match, max_match=max_match)
         return
-    text = texts[ends.rows]  # [G, L]
     lengths = (ends.lengths - ends.shortfalls[ends.rows])[:, None]  # [G, 1]
+    text = texts[ends.rows, : int(lengths.max())]  # [G, longest]
     places = torch.arange(text.shape[1])
     alive = (places < lengths) & (places >= min_match)
     num_equal = torch.zeros_like(text, dtype=torch.int64)
     for back in range(1, max_match + 1):
+        if not alive.any():
+            break
         last = text.gather(1, (lengths - back).clamp(min=0))
         alive = alive & (text.roll(back, 1) == last) & (places >= back) & (lengths >= back)
         num_equal += alive

@@ -128,14 +128,23 @@ def _prompts(num_tokens: int, max_row_tokens: int) -> list[DummyRow]:
     ]
 
 
-def warm_up_ahead(executor: Executor, *, num_rows: int, max_row_tokens: int) -> None:
+def warm_up_ahead(
+    executor: Executor, *, num_rows: int, max_tokens: int, max_row_tokens: int
+) -> None:
     """Run steps with drafts, the second launched before those of the first are judged.
 
-    Within the given rows, and tokens of a row. Does nothing where these are too few.
+    Within the given rows, and tokens per step and row. Does nothing where these or the executor's
+    blocks are too few.
     """
     for params in (GREEDY, *SAMPLING_KINDS[:2]):
         guessed, ahead = _steps_ahead(params, executor.layout.block_size)
-        if num_rows < len(guessed.rows) or max_row_tokens < max(ahead.num_computed_tokens) + 2:
+        num_blocks = sum(len(admission.block_ids) for admission in guessed.admissions)
+        if (
+            num_rows < len(guessed.rows)
+            or max_tokens < guessed.num_tokens
+            or max_row_tokens < max(ahead.num_computed_tokens) + 2
+            or executor.kv_store.num_blocks < num_blocks
+        ):
             return
         pending = [executor.launch(guessed), executor.launch(ahead)]
         for step in pending:

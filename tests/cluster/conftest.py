@@ -2,9 +2,11 @@
 
 import hashlib
 import random
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 from ray import serve
@@ -96,6 +98,14 @@ class SharedApplications:
     def stop(self) -> None:
         for application in self._running.values():
             application.stop()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def certificates() -> Iterator[None]:
+    """Those of the system, read once: each client reads them for 30 ms, though it asks by HTTP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -123,6 +123,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
         ),
         (
+            "speculation: {ngrams_on_device: true}",
+            ["speculation.ngrams_on_device", "drafter none", "set drafter to ngram"],
+        ),
+        (
             "handoff: {pull_by_ranks: true}\nworkers: {tensor_parallel_size: 2}",
             ["handoff.pull_by_ranks", "no prefill or decode worker", "or this to false"],
         ),

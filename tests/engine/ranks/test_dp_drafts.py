@@ -1,8 +1,10 @@
 """A model or a head drafts on two ranks with requests of their own: one rank's answers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,6 +23,7 @@ from tests.engine.speculation.guessed_engines import (
     with_shared_prefix,
 )
 from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
+from tests.harness.in_process import Answer
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
 
@@ -62,6 +65,31 @@ def _save(drafter: str, folder: Path, other: Path) -> dict[str, object]:
     return {"speculation__drafter": drafter, "speculation__model_path": str(other)}
 
 
+class Saved(NamedTuple):
+    """A model, what drafts for it by these settings, and what one rank without drafts answers."""
+
+    folder: Path
+    settings: dict[str, object]
+    asked: list[Asked]
+    expected: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """By the kind of drafter."""
+
+    @cache
+    def save(drafter: str) -> Saved:
+        folder, other = (tmp_path_factory.mktemp(name) for name in ("model", "other"))
+        settings = _save(drafter, folder, other)
+        asked: list[Asked] = with_shared_prefix(SEED, KINDS)
+        alone = start_exact(folder, speculation__drafter="none")
+        with exact_drafts():
+            return Saved(folder, settings, asked, run(alone, asked))
+
+    return save
+
+
 @pytest.mark.parametrize(
     ("drafter", "overlap", "splits"),
     [
@@ -78,21 +106,15 @@ def _save(drafter: str, folder: Path, other: Path) -> dict[str, object]:
     ],
 )
 def test_answers_are_those_of_one_rank_without_drafts(
-    drafter: str, overlap: bool, splits: bool, ranks: RankProcesses, tmp_path: Path
+    drafter: str, overlap: bool, splits: bool, ranks: RankProcesses, saved: Callable[[str], Saved]
 ) -> None:
     """Also preempted, and from cached prefixes; ranks have different numbers of requests.
 
     splits: every step that can be is computed as two batches.
     """
-    folder, other = tmp_path / "model", tmp_path / "other"
-    for path in (folder, other):
-        path.mkdir()
-    settings = _save(drafter, folder, other) | DP | {"scheduler__overlap": overlap}
-    settings |= HALVES if splits else {}
-    asked: list[Asked] = with_shared_prefix(SEED, KINDS)
-    alone = start_exact(folder, speculation__drafter="none")
+    folder, settings, asked, expected = saved(drafter)
+    settings = settings | DP | {"scheduler__overlap": overlap} | (HALVES if splits else {})
     with exact_drafts(), LedRanks(ranks, start_drafting, str(folder), settings) as led:
-        expected = run(alone, asked)
         engine = start_drafting(ranks.comm, str(folder), settings)
         led.lead_engine(engine)
         for _ in range(2):

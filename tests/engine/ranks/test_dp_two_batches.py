@@ -27,7 +27,6 @@ from tests.engine.ranks.dp_stories import (
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.engine.ranks.test_dp_attention import (
     GREEDY,
-    LONG,
     PROMPT,
     WITH_PROMPT,
     _answers,
@@ -42,6 +41,8 @@ from tests.engine.ranks.test_dp_attention import two as two
 from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import save_model
+
+LONG = msgspec.structs.replace(GREEDY, max_tokens=28)
 
 
 @pytest.fixture(autouse=True)

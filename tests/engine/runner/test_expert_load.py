@@ -104,8 +104,10 @@ def test_steps_before_the_first_request_leave_nothing(tmp_path: Path) -> None:
 def test_an_engine_reports_them_if_asked_to(counts: bool, tmp_path: Path) -> None:
     save_model(tmp_path, "MixtralForCausalLM")
     settings = {"model__path": str(tmp_path), "cache__num_blocks": 64}
-    engine = start_engine(**settings, execution__expert_load_steps=int(counts))
+    tries_lookups = {"speculation__drafter": "ngram", "scheduler__overlap": True}
+    engine = start_engine(**settings | tries_lookups, execution__expert_load_steps=int(counts))
     assert engine.expert_totals() is None
+    engine.core.scheduler.drafting.drafter = None  # from here on steps are plain
     answer(engine, [(range(20), GREEDY)])
     totals = engine.expert_totals()
     assert (totals is not None) == counts

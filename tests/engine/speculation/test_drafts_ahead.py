@@ -291,6 +291,22 @@ def test_no_request_is_the_first_whose_drafts_are_looked_up(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "sizes",
+    [
+        {"scheduler__max_num_seqs": 2, "scheduler__max_num_batched_tokens": 4},
+        {"cache__block_size": 1, "cache__num_blocks": 8, "model__max_model_len": 8},
+    ],
+)
+def test_an_engine_starts_that_is_too_small_to_try_lookups(
+    folder: Path, sizes: dict[str, object]
+) -> None:
+    engine = start_exact(folder, scheduler__overlap=True, speculation__drafter="ngram", **sizes)
+    drafter = engine.core.scheduler.drafting.drafter
+    assert drafter is not None
+    assert drafter.can_propose_ahead
+
+
+@pytest.mark.parametrize(
     ("asked", "overlaps", "max_bytes", "looks_up"),
     [
         ("auto", True, 2**28, True),

@@ -123,7 +123,18 @@ def test_results_have_the_names_of_vllms_benchmark_and_their_own_by_class() -> N
         assert point["endpoint_type"] == "openai-chat"
 
 
-def test_no_legend_covers_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_page(page: str, sweep: Sweep, outcome: Outcome) -> None:
+    assert page.count("<svg") == page.count("</svg>") == 5
+    assert "a&lt;model&gt;" in page
+    assert "<model>" not in page
+    assert "<b>bad" not in page
+    assert ("a &lt;b&gt;bad&lt;/b&gt; thing" in page) == (outcome is Outcome.FAILED)
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", page)  # needs nothing else
+    assert any("failed" in text for text in warnings(sweep)) == (outcome is Outcome.FAILED)
+
+
+# Drawing a rate takes most of a second.
+def test_a_report_is_whole_and_no_legend_covers_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Figure] = []
     begin = Figure.__init__
 
@@ -132,7 +143,8 @@ def test_no_legend_covers_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(figure)
 
     monkeypatch.setattr(Figure, "__init__", keep)
-    to_html(sweep_of(points([4.0, 16.0])))
+    sweep = sweep_of(points([4.0, 16.0]))
+    check_page(to_html(sweep), sweep, Outcome.COMPLETED)
     num_legends = 0
     for figure in made:
         figure.draw_without_rendering()
@@ -145,23 +157,10 @@ def test_no_legend_covers_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_legends == 8
 
 
-# Drawing a rate takes most of a second; a rate of which nothing is known is drawn alone.
-@pytest.mark.parametrize(
-    ("num_rates", "outcome"),
-    [(2, Outcome.COMPLETED), (1, Outcome.CANCELLED), (1, Outcome.FAILED)],
-)
-def test_a_report_is_whole_whatever_became_of_the_requests(
-    num_rates: int, outcome: Outcome
-) -> None:
-    sweep = sweep_of(points([2.0**i for i in range(num_rates)], outcome))
-    page = to_html(sweep)
-    assert page.count("<svg") == page.count("</svg>") == 5
-    assert "a&lt;model&gt;" in page
-    assert "<model>" not in page
-    assert "<b>bad" not in page
-    assert ("a &lt;b&gt;bad&lt;/b&gt; thing" in page) == (outcome is Outcome.FAILED)
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", page)  # needs nothing else
-    assert any("failed" in text for text in warnings(sweep)) == (outcome is Outcome.FAILED)
+@pytest.mark.parametrize("outcome", [Outcome.CANCELLED, Outcome.FAILED])
+def test_a_report_of_a_rate_of_which_nothing_is_known_is_whole(outcome: Outcome) -> None:
+    sweep = sweep_of(points([1.0], outcome))
+    check_page(to_html(sweep), sweep, outcome)
 
 
 def test_a_client_that_was_late_is_told() -> None:
