@@ -95,8 +95,9 @@ def held_again(device: torch.device) -> Tensor:
     """
     num_bytes = 0
     if device.type == "cuda":
-        num_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        num_bytes = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()
+        num_bytes -= torch.cuda.memory_reserved(device)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 

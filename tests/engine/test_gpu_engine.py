@@ -210,15 +210,20 @@ def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
 
 
 def test_captures_leave_what_steps_gave_back() -> None:
-    device, num_bytes = torch.device("cuda"), 2**28
+    device, num_bytes, recorder = torch.device("cuda"), 2**28, CudaRecorder()
+    number = torch.zeros(num_bytes // 4, device=device)
+    replay = recorder.record(lambda: (number + 1)[:1].clone())  # its pool is not given back
     torch.cuda.empty_cache()
     step = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     del step
     kept = held_again(device)
-    number = torch.zeros(1, device=device)
-    CudaRecorder().record(lambda: number + 1)
+    assert kept.nbytes == num_bytes
+    recorder.record(lambda: number[:1] + 1)
+    before = torch.cuda.memory_reserved()
     del kept
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= num_bytes
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.memory_reserved() >= num_bytes
+    assert float(replay()) == 1
 
 
 def test_a_share_that_leaves_nothing_is_refused(folder: Path) -> None:
