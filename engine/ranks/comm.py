@@ -16,6 +16,7 @@ never joins ends this process after `timeout_s`, by NCCL's watchdog, which logs 
 does not see replays of a graph, so whoever waits for a step needs a deadline of its own.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +33,7 @@ from engine.ranks.rank import Rank
 _LOOPBACK = "127.0.0.1"
 _CONNECT_PATIENCE = 5  # gloo waits for a peer's connection this many times its timeout
 _POLL_S = 1e-3
+_ABORT_PATIENCE_S = 5.0
 _SUMMED_IN_FP32 = (torch.bfloat16, torch.float16)
 
 
@@ -273,8 +275,19 @@ class NcclRanks:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            abort(group)
         self._host.close()
+
+
+def abort(group: Any) -> None:  # noqa: ANN401 - torch types it loosely
+    """End a group of NCCL's; whoever closes waits no longer than a moment.
+
+    NCCL's own call waits until all CUDA graphs that hold operations of the group are freed, for
+    ever if something still refers to one: an engine in use, the frames of an error.
+    """
+    thread = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_PATIENCE_S)
 
 
 def _within(options: Any, limit: timedelta) -> Any:  # noqa: ANN401 - torch types it loosely

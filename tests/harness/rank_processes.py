@@ -3,6 +3,7 @@
 They are forked from a server that has imported torch once, so that more ranks cost little.
 """
 
+import gc
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -59,6 +60,7 @@ class RankProcesses:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        gc.collect()  # an engine's graphs hold operations of the group, whose end waits for them
         self.comm.close()
         for connection, process in zip(self._connections, self._processes, strict=True):
             if process.is_alive():
@@ -157,4 +159,5 @@ def _serve(connection: Connection, rank: Rank, path: str, device: str) -> None:
         except Exception:  # noqa: BLE001 - the test's process shows it
             answer = False, traceback.format_exc()
         connection.send(answer)
+    gc.collect()
     comm.close()

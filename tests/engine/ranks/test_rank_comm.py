@@ -1,5 +1,6 @@
 """What the verbs between ranks move, that sums have the same bits everywhere, and lost ranks."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError, WorkerError
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.ranks import comm as rank_comm
 from engine.ranks.comm import connect_ranks
 from engine.ranks.rank import Rank
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
@@ -160,6 +162,25 @@ def test_an_operation_that_others_do_not_join_ends_in_time(
     ranks.answers()
     with pytest.raises(WorkerError, match="after the ranks were disconnected"):
         call(comm)
+
+
+def test_a_group_whose_graphs_live_on_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.is_free = threading.Event()
+            self.has_ended = threading.Event()
+
+        def abort(self) -> None:
+            self.is_free.wait(TIMEOUT_S)
+            self.has_ended.set()
+
+    monkeypatch.setattr(rank_comm, "_ABORT_PATIENCE_S", 0.01)
+    group = Held()
+    rank_comm.abort(group)
+    assert not group.has_ended.is_set()
+    group.is_free.set()
+    assert group.has_ended.wait(TIMEOUT_S)
+    rank_comm.abort(group)
 
 
 def test_a_killed_rank_is_noticed_long_before_the_timeout(tmp_path: Path) -> None:
