@@ -193,7 +193,7 @@ def test_no_other_prefixes_have_more_expected_tokens_per_second(seed: int) -> No
         max_step_s=rng.choice([None, 1.01 * FITTED.step_seconds(work)]),
         graph_tokens=rng.choice([(), (2, 4, 8, 16, 64, 256)]),
     )
-    rules = SpeculationRules(min_gain=1.0)
+    rules = SpeculationRules(min_gain=1.0, fair_slack=0.0)
     chosen = choose_drafts(table(survivals), step, FITTED, rules)
 
     def seconds(counts: tuple[int, ...]) -> float:
@@ -253,7 +253,9 @@ def test_prompts_of_the_same_step_do_not_make_drafts_look_cheap() -> None:
 
 def test_places_that_a_graph_pads_are_filled() -> None:
     survivals = [[0.1, 0.001]] * 48
-    padded = choose_drafts(table(survivals), offer([2] * 48, graph_tokens=[64, 128]), FITTED)
+    rules = SpeculationRules(many_gain=1.0, fair_slack=0.0)
+    step = offer([2] * 48, graph_tokens=[64, 128])
+    padded = choose_drafts(table(survivals), step, FITTED, rules)
     assert sum(padded.num_drafts) == 16
 
 
