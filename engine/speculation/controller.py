@@ -15,11 +15,22 @@ tries again `retry_steps` steps later, twice as late after each failure; after a
 one row, and 0.5 does not in one of 256. So once the costs are fitted the budget decides whether
 low acceptance pays, and the threshold only holds with `stops_always`.
 
+Trials. What a request of which nothing is known accepts is taken from all others (`everyone`). Of
+such requests `trial_rows` at a time are tried as if they accepted much, with `trial_drafts` each,
+if that would pay for all rows: a trial of all 256 rows of a step costs over a plain step, and
+several such steps are in flight before the first result. Until something is known of any, the rest
+wait for those; afterwards new trials begin every `retry_steps`. Where requests differ in what they
+accept by more than chance, what others do says little, and all are tried.
+
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
 prefix. Of all budgets the one with the most expected tokens per second wins:
 
     (rows + sum of the survivals taken) / (seconds of these rows + what the drafts add)
+
+If requests differ by no more than chance, a choice among them would be one of luck, and a row left
+without drafts only waits longer for those of others. Then all rows get as many, or none, unless
+that gives up more than `fair_slack` of these tokens.
 
 A step that verifies costs what the cost model predicts for the plain step with the drafts as more
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
@@ -49,7 +60,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.cost_model import SEGMENTS, StepCosts, StepWork
-from engine.speculation.gates import AcceptanceRate, Integers, RequestGates, Vector
+from engine.speculation.gates import Integers, RequestGates, Vector
 from engine.speculation.rules import DEFAULT_RULES, SpeculationRules
 
 
@@ -369,7 +380,7 @@ class SpeculationController:
             return drafts
         counts = np.array(drafts.num_drafts, dtype=np.int64)
         tried = asked[self._gates.is_tried(slots) & (counts[asked] == 0)]
-        if len(tried) and self._would_pay(offer, costs, most):
+        if len(tried) and self._would_pay(offer, costs):
             counts[tried] = np.minimum(most[tried], self._rules.trial_drafts)
             drafts = price_drafts(counts, survivals, offer, costs, surcharge_s)
         refused = slots[counts[asked] == 0]
@@ -377,13 +388,12 @@ class SpeculationController:
             self._gates.refuse(refused, self._step)
         return drafts
 
-    def _would_pay(self, offer: StepOffer, costs: StepCosts, most: Integers) -> bool:
-        """Whether drafts paid if each row had some and accepted what a trial hopes for."""
-        depth = int(most.max())
-        hopes = AcceptanceRate.FIRST_RATE ** np.arange(1.0, depth + 1)
-        everyone = np.tile(hopes, (len(most), 1))
-        hoped = choose_drafts(everyone, offer, costs, self._rules, self._purse.surcharge_s)
-        return hoped.has_drafts
+    def _would_pay(self, offer: StepOffer, costs: StepCosts) -> bool:
+        """Whether drafts would pay if each row had some, and accepted what a trial hopes for."""
+        hopes = self._gates.everyone.FIRST_RATE ** np.arange(1.0, self._rules.first_drafts + 1)
+        everyone = np.tile(hopes, (len(offer.keys), 1))
+        surcharge_s = self._purse.surcharge_s
+        return choose_drafts(everyone, offer, costs, self._rules, surcharge_s).has_drafts
 
     def observe(
         self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]

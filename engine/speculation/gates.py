@@ -19,7 +19,7 @@ WEIGHT = 3.0  # judged drafts that an estimate's start counts for
 NUM_TRIES = 2  # attempts that explore, before a request's own estimate counts
 NEW_ATTEMPTS = 6  # with fewer a request is not given another chance at once
 LEAST_TO_DIFFER = 4  # requests
-MOST_BY_CHANCE = 2.0  # mean of squared differences, each over its variance
+MOST_BY_CHANCE = 1.6  # mean of squared differences, each over its variance
 NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
 _FIRST_CAPACITY = 16
 
@@ -212,7 +212,9 @@ class RequestGates:
     def _rest(self, slots: Integers, step: int) -> None:
         """Wait, and then start again as requests that nothing is known of."""
         self._retry_step[slots] = step + 1 + self._wait_steps[slots]
-        longer = 2 * self._wait_steps[slots]
+        # A request that was not tried itself does not wait longer for the bad luck of others.
+        was_tried = self._num_attempts[slots] > 0
+        longer = np.where(was_tried, 2, 1) * self._wait_steps[slots]
         self._wait_steps[slots] = np.minimum(longer, self._rules.max_retry_steps)
         self._clear(slots)
 

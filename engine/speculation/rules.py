@@ -21,7 +21,7 @@ class SpeculationRules:
     max_retry_steps: int = 1024
     min_gain: float = 1.03  # predicted, over the plain step; with less there are no drafts
     # The same of more than `trial_rows` rows: luck parts them, and the last come in smaller steps.
-    many_gain: float = 1.08
+    many_gain: float = 1.07
     fair_slack: float = 0.1  # of the most tokens per second, given up for as many drafts a row
     trial_rows: int = 16  # requests at a time that are tried as if they accepted much
     trial_drafts: int = 2  # of each of these, where they do not pay at once

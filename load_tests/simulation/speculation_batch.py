@@ -1,4 +1,4 @@
-"""What drafts looked up on the device gain a batch that starts together: the engine's loop, virtual.
+"""What drafts that the device looks up gain a batch that starts together, on virtual time.
 
     python -m load_tests.simulation.speculation_batch
     python -m load_tests.simulation.speculation_batch --carried
