@@ -169,6 +169,24 @@ def test_rows_held_back_must_earn_what_they_miss() -> None:
     assert purse.num_stops == 1
 
 
+def test_few_are_tried_until_something_is_known() -> None:
+    controller, keys = SpeculationController(), list(range(64))
+    asked = controller.max_drafts(keys)
+    assert sum(map(bool, asked)) == RULES.trial_rows
+    drafts = controller.plan(offer(asked, keys=keys), FITTED)
+    tried = [key for key, num in zip(keys, drafts.num_drafts, strict=True) if num]
+    assert len(tried) == RULES.trial_rows
+    controller.observe(tried, [2] * len(tried), [2] * len(tried))
+    assert all(controller.max_drafts(keys))
+
+
+def test_alike_rows_have_as_many_drafts_unless_that_gives_up_too_much() -> None:
+    lucky = table([[0.6]] * 32 + [[0.4]] * 32)
+    assert choose_drafts(lucky, offer([1] * 64), FITTED).num_drafts == [1] * 64
+    unlike = table([[0.95, 0.9, 0.86]] * 64 + [[0.01, 1e-4, 1e-6]] * 64)
+    assert choose_drafts(unlike, offer([3] * 128), FITTED).num_drafts == [3] * 64 + [0] * 64
+
+
 # ---- budget --------------------------------------------------------------------------------------
 
 
