@@ -15,11 +15,22 @@ tries again `retry_steps` steps later, twice as late after each failure; after a
 one row, and 0.5 does not in one of 256. So once the costs are fitted the budget decides whether
 low acceptance pays, and the threshold only holds with `stops_always`.
 
+Trials. What a request of which nothing is known accepts is taken from all others (`everyone`). Of
+such requests `trial_rows` at a time are tried as if they accepted much, with `trial_drafts` each,
+if that would pay for all rows: a trial of all 256 rows of a step costs over a plain step, and
+several such steps are in flight before the first result. Until something is known of any, the rest
+wait for those; afterwards new trials begin every `retry_steps`. Where requests differ in what they
+accept by more than chance, what others do says little, and all are tried.
+
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
 prefix. Of all budgets the one with the most expected tokens per second wins:
 
     (rows + sum of the survivals taken) / (seconds of these rows + what the drafts add)
+
+If requests differ by no more than chance, a choice among them would be one of luck, and a row left
+without drafts only waits longer for those of others. Then all rows get as many, or none, unless
+that gives up more than `fair_slack` of these tokens.
 
 A step that verifies costs what the cost model predicts for the plain step with the drafts as more
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
@@ -44,7 +55,7 @@ Time is counted in steps. The same calls in the same order give the same decisio
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -141,7 +152,7 @@ def choose_drafts(
     added_s = step_s[1:] - plain_s + surcharge_s  # [drafts]: of so many drafts and one
     rows_s = costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0
     limit_s = _limit_s(offer, plain_s, rules) - plain_s
-    best, best_rate, best_s = order[:0], 0.0, 0.0
+    best, best_rate = order[:0], 0.0
     for deepest in range(1, depth + 1) if offer.draft_pass_s else [depth]:
         taken = order[order < deepest * num_rows][: offer.max_draft_tokens]
         seconds = added_s[: len(taken)] + deepest * offer.draft_pass_s
@@ -151,21 +162,64 @@ def choose_drafts(
         rates = (num_rows + np.cumsum(flat[taken[:num_fitting]])) / (rows_s + seconds[:num_fitting])
         num = int(rates.argmax()) + 1
         if rates[num - 1] > best_rate:
-            best, best_rate, best_s = taken[:num], float(rates[num - 1]), float(seconds[num - 1])
+            best, best_rate = taken[:num], float(rates[num - 1])
+    alike, alike_rate = _best_alike(survivals, offer, added_s, rows_s, limit_s)
     plain_rate = _plain_rate(offer, costs)
-    if best_rate < rules.min_gain * plain_rate:
-        best, best_s = order[:0], 0.0
+    if max(alike_rate, plain_rate) >= (1 - rules.fair_slack) * best_rate:
+        best, best_rate = order[order < alike * num_rows], alike_rate
+    is_small = num_rows <= rules.trial_rows
+    if best_rate < (rules.min_gain if is_small else rules.many_gain) * plain_rate:
+        best = order[:0]
     counts = np.bincount(best % max(num_rows, 1), minlength=num_rows)
+    return price_drafts(counts, survivals, offer, costs, surcharge_s)
+
+
+def _best_alike(
+    survivals: Vector, offer: StepOffer, added_s: Vector, rows_s: float, limit_s: float
+) -> tuple[int, float]:
+    """The drafts of each row, and tokens per second, of the best step in which all have as many.
+
+    A row that has fewer gives these. 0 = there is no such step within the limits.
+    """
+    best, best_rate = 0, 0.0
+    nums = np.count_nonzero(survivals, axis=0).cumsum()  # [depth]
+    tokens = len(survivals) + survivals.sum(0).cumsum()
+    most = float("inf") if offer.max_draft_tokens is None else offer.max_draft_tokens
+    for index, num in enumerate(nums.tolist()):
+        if not 0 < num <= most:
+            break
+        seconds = float(added_s[num - 1]) + (index + 1) * offer.draft_pass_s
+        rate = float(tokens[index]) / (rows_s + seconds)
+        if seconds <= limit_s and rate > best_rate:
+            best, best_rate = index + 1, rate
+    return best, best_rate
+
+
+def price_drafts(
+    counts: Integers,
+    survivals: Vector,
+    offer: StepOffer,
+    costs: StepCosts,
+    surcharge_s: float = 0.0,
+) -> StepDrafts:
+    """The step in which the rows verify `counts` [R] drafts, as it is predicted."""
+    num_rows, depth = survivals.shape
+    num_drafts = int(counts.sum())
+    nums = np.array([0.0, num_drafts])
+    plain_s, step_s = verify_seconds(costs, offer.work, nums, offer.graph_tokens).tolist()
+    if num_drafts:
+        step_s += surcharge_s + int(counts.max()) * offer.draft_pass_s
+    is_taken = np.arange(depth) < counts[:, None]
     return StepDrafts(
         num_drafts=counts.tolist(),
-        expected_tokens=num_rows + float(flat[best].sum()),
+        expected_tokens=num_rows + float(survivals[is_taken].sum()),
         plain_s=plain_s,
-        step_s=plain_s + best_s,
-        rows_s=rows_s,
-        plain_rate=plain_rate,
-        surcharge_s=surcharge_s if len(best) else 0.0,
+        step_s=step_s if num_drafts else plain_s,
+        rows_s=costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0,
+        plain_rate=_plain_rate(offer, costs),
+        surcharge_s=surcharge_s if num_drafts else 0.0,
         is_holding=(offer.num_plain_rows or 0) > num_rows,
-        reason="most expected tokens per second" if len(best) else "no draft pays",
+        reason="most expected tokens per second" if num_drafts else "no draft pays",
     )
 
 
@@ -194,7 +248,7 @@ def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float
 class Purse:
     """What speculation may lose, in plain steps, and whether it is on."""
 
-    BIAS_DECAY = 0.95  # of the cost model's error on plain steps, a step
+    NUM_PLAIN = 5  # plain steps whose errors are kept
     GAIN_DECAY = 0.98  # of the measured gain, a step with drafts
     NUM_KEPT = 9  # steps with drafts whose errors are kept
     ERROR_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
@@ -204,7 +258,9 @@ class Purse:
         self.balance = rules.purse_steps
         self.is_on = True
         self.num_stops = 0
-        self._bias = 1.0  # measured over predicted seconds of plain steps
+        # Measured over predicted seconds of plain steps.
+        self._ratios: deque[float] = deque(maxlen=self.NUM_PLAIN)
+        self._bias = 1.0  # their median
         # Seconds of steps with drafts beyond their prediction without surcharge.
         self._errors_s: deque[float] = deque(maxlen=self.NUM_KEPT)
         self.surcharge_s = 0.0
@@ -234,7 +290,8 @@ class Purse:
         else:
             self._errors_s = deque((e * self.ERROR_DECAY for e in self._errors_s), self.NUM_KEPT)
             self.surcharge_s *= self.ERROR_DECAY
-            self._bias += (1 - self.BIAS_DECAY) * (seconds / drafts.plain_s - self._bias)
+            self._ratios.append(seconds / drafts.plain_s)
+            self._bias = sorted(self._ratios)[len(self._ratios) // 2]
         self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
         if self.is_on and self.balance < 0:
             self.is_on = False
@@ -314,12 +371,29 @@ class SpeculationController:
         slots = self._gates.slots_of([offer.keys[i] for i in asked.tolist()])
         survivals = np.zeros((len(most), int(most.max(initial=0))))
         survivals[asked] = self._gates.survivals(slots, most[asked])[:, : survivals.shape[1]]
-        drafts = choose_drafts(survivals, offer, costs, self._rules, self._purse.surcharge_s)
-        if not offer.is_short_waiting:
-            refused = slots[np.array(drafts.num_drafts, dtype=np.int64)[asked] == 0]
-            if len(refused):
-                self._gates.refuse(refused, self._step)
+        surcharge_s = self._purse.surcharge_s
+        rules = self._rules
+        if self._gates.do_differ:
+            rules = replace(rules, fair_slack=0.0, many_gain=rules.min_gain)
+        drafts = choose_drafts(survivals, offer, costs, rules, surcharge_s)
+        if offer.is_short_waiting:
+            return drafts
+        counts = np.array(drafts.num_drafts, dtype=np.int64)
+        tried = asked[self._gates.is_tried(slots) & (counts[asked] == 0)]
+        if len(tried) and self._would_pay(offer, costs):
+            counts[tried] = np.minimum(most[tried], self._rules.trial_drafts)
+            drafts = price_drafts(counts, survivals, offer, costs, surcharge_s)
+        refused = slots[counts[asked] == 0]
+        if len(refused):
+            self._gates.refuse(refused, self._step)
         return drafts
+
+    def _would_pay(self, offer: StepOffer, costs: StepCosts) -> bool:
+        """Whether drafts would pay if each row had some, and accepted what a trial hopes for."""
+        hopes = self._gates.everyone.FIRST_RATE ** np.arange(1.0, self._rules.first_drafts + 1)
+        everyone = np.tile(hopes, (len(offer.keys), 1))
+        surcharge_s = self._purse.surcharge_s
+        return choose_drafts(everyone, offer, costs, self._rules, surcharge_s).has_drafts
 
     def observe(
         self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]

@@ -17,6 +17,9 @@ Integers = npt.NDArray[np.int64]
 DECAY = 0.9  # of a request's own counts, an attempt: they hold about a window
 WEIGHT = 3.0  # judged drafts that an estimate's start counts for
 NUM_TRIES = 2  # attempts that explore, before a request's own estimate counts
+NEW_ATTEMPTS = 6  # with fewer a request is not given another chance at once
+LEAST_TO_DIFFER = 4  # requests
+MOST_BY_CHANCE = 1.6  # mean of squared differences, each over its variance
 NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
 _FIRST_CAPACITY = 16
 
@@ -27,6 +30,7 @@ class AcceptanceRate:
     FIRST_RATE = 0.7  # hopeful, so that it is tried
     FIRST_WEIGHT = 10.0  # judged drafts
     DECAY = 0.995  # an attempt
+    NUM_KNOWN = 8.0  # judged drafts after which the rate is known
 
     def __init__(self) -> None:
         self.may_explore = True  # whether a new request is tried as if it accepted FIRST_RATE
@@ -37,6 +41,10 @@ class AcceptanceRate:
         return (self._accepted + self.FIRST_RATE * self.FIRST_WEIGHT) / (
             self._judged + self.FIRST_WEIGHT
         )
+
+    @property
+    def is_known(self) -> bool:
+        return self._judged >= self.NUM_KNOWN
 
     def observe(self, num_judged: Integers, num_accepted: Integers) -> None:
         """Of attempts [N], the oldest first."""
@@ -54,6 +62,8 @@ class RequestGates:
         self._rules = rules
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
+        self._last_trial_step = 0
+        self.do_differ = False  # in what they accept, by more than chance
         self._positions = np.arange(rules.max_drafts)
         # [slots]
         self._depth: Integers = np.zeros(0, np.int64)
@@ -61,6 +71,7 @@ class RequestGates:
         self._retry_step: Integers = np.zeros(0, np.int64)  # from which it may speculate
         self._num_refusals: Integers = np.zeros(0, np.int64)  # since its last attempt
         self._is_retry = np.zeros(0, np.bool_)
+        self._is_tried = np.zeros(0, np.bool_)  # as if it accepted much
         self._num_attempts: Integers = np.zeros(0, np.int64)
         self._num_in_window: Integers = np.zeros(0, np.int64)
         # [slots, window]  of the last attempts
@@ -87,26 +98,56 @@ class RequestGates:
         """Free the request's slot; an unknown key is ignored."""
         slot = self._slots.pop(key, None)
         if slot is not None:
+            self._is_tried[slot] = False
             self._free.append(slot)
 
     def max_drafts(self, slots: Integers, step: int) -> Integers:
-        """[N]  the gate: how many drafts at most in `step`."""
-        return np.where(step >= self._retry_step[slots], self._depth[slots], 0)
+        """[N]  the gate: how many drafts at most in `step`.
+
+        Of requests that nothing is known of, a few are tried; while nothing is known of any other
+        either, the rest must wait for these.
+        """
+        is_open = step >= self._retry_step[slots]
+        is_new = (self._num_attempts[slots] == 0) & ~self._is_tried[slots]
+        if self.everyone.may_explore and is_new.any():
+            begun = slots[is_open & is_new][: self._num_free_trials(step)]
+            self._is_tried[begun] = True
+            if len(begun):
+                self._last_trial_step = step
+            is_new &= ~self._is_tried[slots]
+        if not self.everyone.is_known:
+            is_open &= ~is_new
+        return np.where(is_open, self._depth[slots], 0)
+
+    def _num_free_trials(self, step: int) -> int:
+        if self.do_differ:
+            return len(self._depth)
+        num_tried = int(self._is_tried.sum())
+        if self.everyone.is_known and step < self._last_trial_step + self._rules.retry_steps:
+            return 0
+        return max(0, self._rules.trial_rows - num_tried)
+
+    def is_tried(self, slots: Integers) -> npt.NDArray[np.bool_]:
+        """[N]  whether each is one of the few that are tried at a time."""
+        return self._is_tried[slots]
 
     def survivals(self, slots: Integers, num_drafts: Integers) -> Vector:
         """[N, max_drafts]  probability, by position, that a draft and all before are accepted.
 
         0 beyond each request's `num_drafts` [N].
         """
+        new = slots[self._num_attempts[slots] == 0]
+        if len(new):
+            self._estimate(new)
         return np.where(self._positions < num_drafts[:, None], self._survival[slots], 0.0)
 
     def refuse(self, slots: Integers, step: int) -> None:
         """None of their drafts paid in `step`. A request that rests is neither asked nor held."""
         self._num_refusals[slots] += 1
-        tired = slots[self._num_refusals[slots] >= NUM_REFUSALS]
+        is_tired = self._num_refusals[slots] >= NUM_REFUSALS
+        tired = slots[is_tired | (self._num_attempts[slots] < NEW_ATTEMPTS)]
         if len(tired):
             self._rest(tired, step)
-            self._estimate(tired)
 
     def observe(
         self,
@@ -130,11 +171,24 @@ class RequestGates:
         self._window_accepted[slots, place] = num_accepted
         self._num_attempts[slots] += 1
         self._num_in_window[slots] += 1
+        self._find_whether_they_differ()
         self._num_refusals[slots] = 0
+        self._is_tried[slots] &= self._num_attempts[slots] < NUM_TRIES
         full = slots[self._num_in_window[slots] >= self._rules.window]
         if len(full):
             self._apply_gates(full, step, may_stop)
         self._estimate(slots)
+
+    def _find_whether_they_differ(self) -> None:
+        """Compare what each accepted with the mean of all; chance alone would give about 1."""
+        judged, accepted = self._judged.sum(1), self._accepted.sum(1)
+        is_counted = judged >= 1
+        if np.count_nonzero(is_counted) < LEAST_TO_DIFFER:
+            return
+        judged, accepted = judged[is_counted], accepted[is_counted]
+        rate = float(np.clip(accepted.sum() / judged.sum(), 0.05, 0.95))
+        squares = (accepted - rate * judged) ** 2 / (rate * (1 - rate) * judged)
+        self.do_differ = bool(squares.mean() > MOST_BY_CHANCE)
 
     def _apply_gates(self, slots: Integers, step: int, may_stop: bool) -> None:
         rules = self._rules
@@ -158,7 +212,9 @@ class RequestGates:
     def _rest(self, slots: Integers, step: int) -> None:
         """Wait, and then start again as requests that nothing is known of."""
         self._retry_step[slots] = step + 1 + self._wait_steps[slots]
-        longer = 2 * self._wait_steps[slots]
+        # A request that was not tried itself does not wait longer for the bad luck of others.
+        was_tried = self._num_attempts[slots] > 0
+        longer = np.where(was_tried, 2, 1) * self._wait_steps[slots]
         self._wait_steps[slots] = np.minimum(longer, self._rules.max_retry_steps)
         self._clear(slots)
 
@@ -166,6 +222,7 @@ class RequestGates:
         """Forget what was observed; only the gate's bound and its waits remain."""
         for column in (self._num_refusals, self._num_attempts, self._num_in_window):
             column[slots] = 0
+        self._is_tried[slots] = False
         self._accepted[slots] = self._judged[slots] = 0.0
 
     def _estimate(self, slots: Integers) -> None:
@@ -173,7 +230,7 @@ class RequestGates:
         accepted, judged = self._accepted[slots], self._judged[slots]
         rate = self.everyone.rate
         hopeful = max(rate, self.everyone.FIRST_RATE) if self.everyone.may_explore else rate
-        start = np.where(self._num_attempts[slots] < NUM_TRIES, hopeful, rate)
+        start = np.where(self._is_tried[slots], hopeful, rate)
         own = (accepted.sum(1) + WEIGHT * start) / (judged.sum(1) + WEIGHT)
         each = (accepted + WEIGHT * own[:, None]) / (judged + WEIGHT)
         is_allowed = self._positions < self._depth[slots, None]

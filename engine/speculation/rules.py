@@ -20,8 +20,13 @@ class SpeculationRules:
     retry_steps: int = 32  # of a request
     max_retry_steps: int = 1024
     min_gain: float = 1.03  # predicted, over the plain step; with less there are no drafts
+    # The same of more than `trial_rows` rows: luck parts them, and the last come in smaller steps.
+    many_gain: float = 1.07
+    fair_slack: float = 0.1  # of the most tokens per second, given up for as many drafts a row
+    trial_rows: int = 16  # requests at a time that are tried as if they accepted much
+    trial_drafts: int = 2  # of each of these, where they do not pay at once
     short_slack: float = 0.05  # share of the plain step that drafts may add while shorts wait
-    purse_steps: float = 2.5  # plain steps that may be lost at once
+    purse_steps: float = 1.25  # plain steps that may be lost at once
     saved_steps: float = 16.0  # plain steps' time that gains are kept of, for losses later
     refill: float = 0.005  # of a plain step, for each step
     most_times: float = 4.0  # its prediction, that a step with drafts may count as

@@ -206,7 +206,7 @@ class Run:
             num_accepted = 0
             if num_drafts:
                 acceptance = setting.acceptances[key % len(setting.acceptances)]
-                num_accepted = _geometric(float(draw), acceptance, num_drafts)
+                num_accepted = geometric(float(draw), acceptance, num_drafts)
                 self._controller.observe([key], [num_drafts], [num_accepted])
             num_tokens += num_accepted + 1
             self.num_drafts += num_drafts
@@ -221,7 +221,7 @@ class Run:
         return num_tokens
 
 
-def _geometric(draw: float, acceptance: float, num_drafts: int) -> int:
+def geometric(draw: float, acceptance: float, num_drafts: int) -> int:
     """How many of `num_drafts` are accepted one after the other, by one uniform `draw`."""
     num, survival = 0, acceptance
     while num < num_drafts and draw < survival:

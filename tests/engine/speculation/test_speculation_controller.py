@@ -169,6 +169,24 @@ def test_rows_held_back_must_earn_what_they_miss() -> None:
     assert purse.num_stops == 1
 
 
+def test_few_are_tried_until_something_is_known() -> None:
+    controller, keys = SpeculationController(), list(range(64))
+    asked = controller.max_drafts(keys)
+    assert sum(map(bool, asked)) == RULES.trial_rows
+    drafts = controller.plan(offer(asked, keys=keys), FITTED)
+    tried = [key for key, num in zip(keys, drafts.num_drafts, strict=True) if num]
+    assert len(tried) == RULES.trial_rows
+    controller.observe(tried, [2] * len(tried), [2] * len(tried))
+    assert all(controller.max_drafts(keys))
+
+
+def test_alike_rows_have_as_many_drafts_unless_that_gives_up_too_much() -> None:
+    lucky = table([[0.6]] * 32 + [[0.4]] * 32)
+    assert choose_drafts(lucky, offer([1] * 64), FITTED).num_drafts == [1] * 64
+    unlike = table([[0.95, 0.9, 0.86]] * 64 + [[0.01, 1e-4, 1e-6]] * 64)
+    assert choose_drafts(unlike, offer([3] * 128), FITTED).num_drafts == [3] * 64 + [0] * 64
+
+
 # ---- budget --------------------------------------------------------------------------------------
 
 
@@ -193,7 +211,7 @@ def test_no_other_prefixes_have_more_expected_tokens_per_second(seed: int) -> No
         max_step_s=rng.choice([None, 1.01 * FITTED.step_seconds(work)]),
         graph_tokens=rng.choice([(), (2, 4, 8, 16, 64, 256)]),
     )
-    rules = SpeculationRules(min_gain=1.0)
+    rules = SpeculationRules(min_gain=1.0, fair_slack=0.0)
     chosen = choose_drafts(table(survivals), step, FITTED, rules)
 
     def seconds(counts: tuple[int, ...]) -> float:
@@ -253,7 +271,9 @@ def test_prompts_of_the_same_step_do_not_make_drafts_look_cheap() -> None:
 
 def test_places_that_a_graph_pads_are_filled() -> None:
     survivals = [[0.1, 0.001]] * 48
-    padded = choose_drafts(table(survivals), offer([2] * 48, graph_tokens=[64, 128]), FITTED)
+    rules = SpeculationRules(many_gain=1.0, fair_slack=0.0)
+    step = offer([2] * 48, graph_tokens=[64, 128])
+    padded = choose_drafts(table(survivals), step, FITTED, rules)
     assert sum(padded.num_drafts) == 16
 
 

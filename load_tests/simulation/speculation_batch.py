@@ -1,0 +1,275 @@
+"""What drafts that the device looks up gain a batch that starts together, on virtual time.
+
+    python -m load_tests.simulation.speculation_batch
+    python -m load_tests.simulation.speculation_batch --carried
+
+As `load_tests.lab.bench_accepted --sweep --ngrams device` measures it: all rows begin at once, each
+has 128 more tokens after its first, and each draft after accepted ones counts with one probability.
+Real: `EngineCore`, `Scheduler`, `Drafting`, the controller, the fitted costs. Virtual: time. A step
+takes what `load_tests.simulation.speculation` says of its rows, tokens and keys, and one with
+drafts besides what it took more on an H200 (`_VERIFIED_S`). The controller begins anew with each
+acceptance, and with each number of rows too (`--carried`: it goes on to the next one).
+
+Two gains over plain steps: until all rows have all tokens (rows that come last in ever smaller
+steps count), and a token of each while all rows run.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.resolved import ResolvedScheduler
+from engine.clock import ManualClock
+from engine.core import EngineCore
+from engine.kv.cache import BlockCache
+from engine.plan import NEWEST, StepPlan, StepResult, given
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
+from engine.runner.graph_sizes import verify_sizes
+from engine.scheduling.drafting import Drafting
+from engine.scheduling.finish import FinishRules
+from engine.scheduling.scheduler import Scheduler
+from engine.speculation.controller import SpeculationController
+from engine.speculation.drafter import HostDrafter
+from engine.speculation.rules import SpeculationRules
+from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, NoHasher
+from load_tests.simulation.speculation import geometric, plain_samples, step_s
+from load_tests.simulation.speculation_engine import LAUNCH_S, RIGHT, TURN_S
+from load_tests.tables import render_rows
+
+NUM_NEW = 128  # tokens of a row after its first
+_PROMPT_TOKENS = 128
+_MAX_GRAPH_TOKENS = 1024
+# What a step with drafts that the device looked up took beyond a plain one of as many tokens, by
+# its tokens, on an H200: 4.58 ms (1 row, 5 tokens), 4.89 (16, 64), 9.25 (64, 320), 20.5 (256, 768),
+# 26.97 (256, 1,024), 36.48 (256, 1,280, which no graph holds).
+_VERIFIED_TOKENS = (5, 64, 320, 768, 1024, 1280)
+_VERIFIED_S = (0.27e-3, 0.1e-3, 0.1e-3, 1.4e-3, 2.6e-3, 6.9e-3)
+
+
+class LookedUp(HostDrafter):
+    """Drafts of which only the device knows the tokens, for every row at any time."""
+
+    pass_s = spent_s = 0.0
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        return True
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        return [[RIGHT] * num for _, num in asked]
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        return [
+            [given(place) for place in range(num)] if num_in_flight else [RIGHT] * num
+            for _, num, num_in_flight in asked
+        ]
+
+    def add_finished(self, request: Request) -> None:
+        """Does nothing: answers mean nothing."""
+
+    def forget(self, request: Request) -> None:
+        """Does nothing: nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VirtualStep:
+    """A step on the device until `end_s`."""
+
+    clock: ManualClock
+    end_s: float
+    result: StepResult
+
+    @property
+    def is_done(self) -> bool:
+        return self.clock.now_s() >= self.end_s
+
+    def wait(self) -> StepResult:
+        self.clock.advance(max(0.0, self.end_s - self.clock.now_s()))
+        return self.result
+
+
+class VirtualDevice:
+    """An executor without a model, whose rows get as many drafts as are drawn here."""
+
+    def __init__(self, clock: ManualClock, sizes: Sequence[int], seed: int) -> None:
+        self.acceptance = 0.0
+        self.num_drafted_rows: list[int] = []  # of each step with drafts
+        self._clock = clock
+        self._sizes = np.array(sizes)
+        self._free_s = 0.0
+        self._rng = np.random.default_rng(seed)
+
+    def launch(self, plan: StepPlan) -> _VirtualStep:
+        start_s = max(self._clock.now_s(), self._free_s)
+        self._clock.advance(LAUNCH_S)
+        drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
+        self._free_s = max(self._clock.now_s(), self._free_s) + self._seconds(plan, drafts)
+        result = StepResult(
+            step=plan.step,
+            tokens=[
+                [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
+                for i, num in enumerate(plan.num_samples)
+            ],
+            logprobs=[None] * len(plan.rows),
+            duration_s=self._free_s - start_s,
+            is_finite=[True] * len(plan.rows),
+        )
+        return _VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
+
+    def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_drafts = sum(drafts.values())
+        surcharge_s = 0.0
+        if num_drafts:
+            self.num_drafted_rows.append(sum(num > 0 for num in drafts.values()))
+            surcharge_s = float(np.interp(num_tokens, _VERIFIED_TOKENS, _VERIFIED_S))
+            at = int(np.searchsorted(self._sizes, num_tokens))
+            num_tokens = int(self._sizes[at]) if at < len(self._sizes) else num_tokens
+        seconds = step_s(num_rows, num_tokens) + surcharge_s
+        return seconds * float(self._rng.normal(1.0, 0.005))
+
+    def _num_accepted(self, num_drafts: int) -> int:
+        return geometric(float(self._rng.random()), self.acceptance, num_drafts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """Seconds a token of each row."""
+
+    all_s: float  # until each has all
+    together_s: float  # while all run
+
+
+class Batches:
+    """One engine, given one batch after the other."""
+
+    def __init__(
+        self, num_rows: int, *, drafts: bool, rules: SpeculationRules | None = None, seed: int = 0
+    ) -> None:
+        rules = rules or SpeculationRules()
+        self.clock = ManualClock()
+        num_blocks = 2 * num_rows * -(-(_PROMPT_TOKENS + NUM_NEW + 16) // BLOCK_SIZE) + 64
+        cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
+        most = min(num_rows * (1 + rules.max_drafts), _MAX_GRAPH_TOKENS)
+        sizes = tuple(sorted({size.num_tokens for size in verify_sizes(num_rows, most)}))
+        self.controller = SpeculationController(rules)
+        self.device = VirtualDevice(self.clock, sizes, seed)
+        self.scheduler = Scheduler(
+            ResolvedScheduler(max_num_batched_tokens=16384, max_num_seqs=num_rows, max_waiting=999),
+            cache=cache,
+            hasher=NoHasher(),
+            handoff_queue=HandoffSink(cache),
+            block_size=BLOCK_SIZE,
+            finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
+            drafting=Drafting(
+                LookedUp() if drafts else None,
+                self.controller if drafts else None,
+                graph_tokens=sizes,
+            ),
+        )
+        self.scheduler.learn(plain_samples())
+        self._core = EngineCore(self.scheduler, self.device, self.clock, overlap=True)
+        self._num_requests = 0
+
+    def run(self, num_rows: int) -> Took:
+        """A batch of so many rows."""
+        nums = {self._add(): 0 for _ in range(num_rows)}
+        first_s, marks = 0.0, list[tuple[float, int]]()
+        while self._core.has_work:
+            output = self._core.step()
+            for _, record in output.tokens:
+                nums[record.key] += 1
+            if first_s == 0.0 and min(nums.values()) > 0:
+                first_s = self.clock.now_s()
+            if min(nums.values()) > 0 and max(nums.values()) < 1 + NUM_NEW:
+                marks.append((self.clock.now_s(), sum(nums.values())))
+            self.clock.advance(TURN_S)
+        (begin_s, before), (end_s, after) = marks[0], marks[-1]
+        return Took(
+            all_s=(self.clock.now_s() - first_s) / NUM_NEW,
+            together_s=(end_s - begin_s) * num_rows / (after - before),
+        )
+
+    def _add(self) -> RequestKey:
+        self._num_requests += 1
+        key = RequestKey(f"{self._num_requests:032x}")
+        params = SamplingParams(max_tokens=1 + NUM_NEW, temperature=0.0, ignore_eos=True)
+        self.scheduler.add(
+            Request(
+                spec=RequestSpec(params=params),
+                key=key,
+                ingress_id="",
+                tokens=[RIGHT] * _PROMPT_TOKENS,
+                num_prompt_tokens=_PROMPT_TOKENS,
+                arrival_s=self.clock.now_s(),
+            )
+        )
+        return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A batch beside the same without drafts."""
+
+    all_rows_end: float
+    while_all_run: float
+    rows_a_step: float  # that had drafts, of steps with any; 0 = none had
+
+    def __str__(self) -> str:
+        return f"{self.all_rows_end:.3f} ({self.while_all_run:.2f}, {self.rows_a_step:.0f})"
+
+
+def gains(
+    num_rows: Sequence[int],
+    acceptance: float,
+    *,
+    carried: bool = False,
+    rules: SpeculationRules | None = None,
+    seed: int = 0,
+) -> list[Gain]:
+    """Of a batch of each number of rows."""
+    found: list[Gain] = []
+    drafted = Batches(max(num_rows), drafts=True, rules=rules, seed=seed)
+    for rows in num_rows:
+        plain = Batches(rows, drafts=False, seed=seed).run(rows)
+        if not carried:
+            drafted = Batches(rows, drafts=True, rules=rules, seed=seed)
+        drafted.device.acceptance = acceptance
+        drafted.device.num_drafted_rows.clear()
+        took = drafted.run(rows)
+        nums = drafted.device.num_drafted_rows
+        found.append(
+            Gain(
+                all_rows_end=plain.all_s / took.all_s,
+                while_all_run=plain.together_s / took.together_s,
+                rows_a_step=sum(nums) / len(nums) if nums else 0.0,
+            )
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--acceptances", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1])
+    parser.add_argument("--carried", action="store_true", help="one controller for all rows")
+    parser.add_argument("--max-drafts", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    print("gain until all rows end (while all run, rows with drafts a step); least of the seeds\n")
+    rules = SpeculationRules(max_drafts=args.max_drafts)
+    columns = []
+    for acceptance in args.acceptances:
+        runs = [
+            gains(args.rows, acceptance, carried=args.carried, rules=rules, seed=seed)
+            for seed in range(args.seeds)
+        ]
+        columns.append([min(cell, key=lambda one: one.all_rows_end) for cell in zip(*runs)])  # noqa: B905
+    lines = [[str(rows), *map(str, line)] for rows, line in zip(args.rows, zip(*columns))]  # noqa: B905
+    print(render_rows([["rows", *(f"{a:g}" for a in args.acceptances)], *lines]))
+
+
+if __name__ == "__main__":
+    main()

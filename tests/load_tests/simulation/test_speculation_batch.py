@@ -1,0 +1,22 @@
+"""A batch that starts together, with steps as measured: trials cost little, and rows end alike."""
+
+import pytest
+
+from load_tests.simulation.speculation_batch import gains
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "acceptance", "least"),
+    [(1, 0.0, 0.98), (64, 0.0, 0.98), (64, 0.5, 1.05), (256, 0.0, 0.985), (256, 0.5, 0.985)],
+)
+def test_a_cold_start_loses_little_until_the_last_row_ends(
+    num_rows: int, acceptance: float, least: float
+) -> None:
+    (found,) = gains([num_rows], acceptance)
+    assert found.all_rows_end >= least
+
+
+def test_rows_of_equal_chances_have_drafts_together() -> None:
+    (found,) = gains([64], 0.75)
+    assert found.all_rows_end > 1.3
+    assert found.rows_a_step > 45
