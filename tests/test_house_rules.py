@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -512,3 +513,9 @@ def test_pages_keep_their_length_and_width() -> None:
         if len(line) > PAGE_WIDTH and not line.startswith(("|", "    "))
     ]
     assert too_wide == []
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest cannot collect two of one name that lie in folders without a package."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
