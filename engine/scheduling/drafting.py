@@ -234,7 +234,10 @@ class Drafting:
                 if request.key not in self._bounds:
                     self._bounds[request.key] = _bound(policy, request)
             bounds = list(map(self._bounds.get, keys))
-        return [min(b or 0, most) for b, most in zip(bounds, policy.max_drafts(keys), strict=True)]
+        # Who may have none is not asked about: it would take the place of one that is tried.
+        may = [key for key, bound in zip(keys, bounds, strict=True) if bound]
+        gates = dict(zip(may, policy.max_drafts(may), strict=True))
+        return [min(b or 0, gates.get(key, 0)) for key, b in zip(keys, bounds, strict=True)]
 
     def _offer(
         self, requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float

@@ -72,6 +72,7 @@ class RequestGates:
         self._num_refusals: Integers = np.zeros(0, np.int64)  # since its last attempt
         self._is_retry = np.zeros(0, np.bool_)
         self._is_tried = np.zeros(0, np.bool_)  # as if it accepted much
+        self._trial_step: Integers = np.zeros(0, np.int64)  # in which that began
         self._num_attempts: Integers = np.zeros(0, np.int64)
         self._num_in_window: Integers = np.zeros(0, np.int64)
         # [slots, window]  of the last attempts
@@ -105,19 +106,27 @@ class RequestGates:
         """[N]  the gate: how many drafts at most in `step`.
 
         Of requests that nothing is known of, a few are tried; while nothing is known of any other
-        either, the rest must wait for these.
+        either, the rest must wait for these. One for which no draft was found leaves its place.
         """
+        self._end_trials(step)
         is_open = step >= self._retry_step[slots]
         is_new = (self._num_attempts[slots] == 0) & ~self._is_tried[slots]
         if self.everyone.may_explore and is_new.any():
             begun = slots[is_open & is_new][: self._num_free_trials(step)]
             self._is_tried[begun] = True
+            self._trial_step[begun] = step
             if len(begun):
                 self._last_trial_step = step
             is_new &= ~self._is_tried[slots]
         if not self.everyone.is_known:
             is_open &= ~is_new
         return np.where(is_open, self._depth[slots], 0)
+
+    def _end_trials(self, step: int) -> None:
+        is_over = self._is_tried & (step >= self._trial_step + self._rules.retry_steps)
+        is_over &= self._num_attempts == 0
+        if is_over.any():
+            self._rest(np.flatnonzero(is_over), step)
 
     def _num_free_trials(self, step: int) -> int:
         if self.do_differ:

@@ -1,6 +1,7 @@
 """Requests with drafts: the same answers in fewer steps, and no slot, block or row out of place."""
 
 import random
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -28,6 +29,28 @@ def _drafting(guesser: Guesser, num_drafts: int, *, holds: bool = False) -> Draf
 
 def _num_tokens(replica: Replica) -> int:
     return sum(plan.num_tokens for plan in replica.executor.plans)
+
+
+class _Asked(FixedDrafts):
+    """Notes who it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__(2, max_temperature=0.7)
+        self.keys = set[Hashable]()
+
+    def max_drafts(self, keys: Sequence[Hashable]) -> list[int]:
+        self.keys.update(keys)
+        return super().max_drafts(keys)
+
+
+def test_nobody_asks_about_a_request_that_may_have_no_drafts() -> None:
+    policy = _Asked()
+    replica = Replica(drafting=Drafting(_guesser(), policy, holds=False))
+    hot = replica.add("hot", prompt_of(5), params=params_of(6, temperature=1.0))
+    cold = replica.add("cold", prompt_of(5, 1), params=params_of(6, temperature=0.0))
+    replica.run(50)
+    assert policy.keys == {cold.key}
+    assert replica.output(hot) == replica.expected(hot)
 
 
 WAYS = ["in turn", "overlapped", "planned ahead"]

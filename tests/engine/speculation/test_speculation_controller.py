@@ -180,6 +180,15 @@ def test_few_are_tried_until_something_is_known() -> None:
     assert all(controller.max_drafts(keys))
 
 
+def test_requests_without_a_draft_make_room_for_others_to_be_tried() -> None:
+    controller, keys = SpeculationController(), list(range(2 * RULES.trial_rows))
+    first = controller.max_drafts(keys)
+    idle_steps(controller, RULES.retry_steps)
+    others = controller.max_drafts(keys)
+    assert sum(map(bool, others)) == RULES.trial_rows
+    assert not any(a and b for a, b in zip(first, others, strict=True))
+
+
 def test_alike_rows_have_as_many_drafts_unless_that_gives_up_too_much() -> None:
     lucky = table([[0.6]] * 32 + [[0.4]] * 32)
     assert choose_drafts(lucky, offer([1] * 64), FITTED).num_drafts == [1] * 64
