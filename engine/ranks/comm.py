@@ -16,6 +16,7 @@ never joins ends this process after `timeout_s`, by NCCL's watchdog, which logs 
 does not see replays of a graph, so whoever waits for a step needs a deadline of its own.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from torch import Tensor
 from engine.errors import WorkerError
 from engine.layers.context import Comm, FusedSums
 from engine.ranks.rank import Rank
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_PATIENCE = 5  # gloo waits for a peer's connection this many times its timeout
@@ -288,6 +291,11 @@ def abort(group: Any) -> None:  # noqa: ANN401 - torch types it loosely
     thread = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
     thread.start()
     thread.join(_ABORT_PATIENCE_S)
+    if thread.is_alive():
+        logger.warning(
+            "NCCL has not ended a group in %g s: CUDA graphs of its operations are still there",
+            _ABORT_PATIENCE_S,
+        )
 
 
 def _within(options: Any, limit: timedelta) -> Any:  # noqa: ANN401 - torch types it loosely

@@ -99,7 +99,7 @@ class RequestGates:
         """Free the request's slot; an unknown key is ignored."""
         slot = self._slots.pop(key, None)
         if slot is not None:
-            self._is_tried[slot] = False
+            self._clear(np.array([slot]))
             self._free.append(slot)
 
     def max_drafts(self, slots: Integers, step: int) -> Integers:
@@ -192,6 +192,7 @@ class RequestGates:
         """Compare what each accepted with the mean of all; chance alone would give about 1."""
         judged, accepted = self._judged.sum(1), self._accepted.sum(1)
         is_counted = judged >= 1
+        self.do_differ = False
         if np.count_nonzero(is_counted) < LEAST_TO_DIFFER:
             return
         judged, accepted = judged[is_counted], accepted[is_counted]
@@ -254,7 +255,6 @@ class RequestGates:
         self._wait_steps[slot] = self._rules.retry_steps
         self._retry_step[slot] = 0
         self._is_retry[slot] = False
-        self._clear(slots)
         self._estimate(slots)
         return slot
 

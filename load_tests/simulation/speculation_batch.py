@@ -20,22 +20,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configs.resolved import ResolvedScheduler
 from engine.clock import ManualClock
 from engine.core import EngineCore
-from engine.kv.cache import BlockCache
-from engine.plan import NEWEST, StepPlan, StepResult, given
-from engine.request import Request, RequestKey, RequestSpec, SamplingParams
+from engine.plan import NEWEST, StepPlan, given
+from engine.request import Request, RequestKey
 from engine.runner.graph_sizes import verify_sizes
 from engine.scheduling.drafting import Drafting
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import SpeculationController
 from engine.speculation.drafter import HostDrafter
 from engine.speculation.rules import SpeculationRules
-from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, NoHasher
-from load_tests.simulation.speculation import geometric, plain_samples, step_s
-from load_tests.simulation.speculation_engine import LAUNCH_S, RIGHT, TURN_S
+from load_tests.simulation.real_worker import BLOCK_SIZE
+from load_tests.simulation.speculation import geometric, step_s
+from load_tests.simulation.speculation_engine import (
+    LAUNCH_S,
+    RIGHT,
+    TURN_S,
+    VirtualStep,
+    result_of,
+    virtual_request,
+    virtual_scheduler,
+)
 from load_tests.tables import render_rows
 
 NUM_NEW = 128  # tokens of a row after its first
@@ -73,23 +77,6 @@ class LookedUp(HostDrafter):
         """Does nothing: nothing is kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _VirtualStep:
-    """A step on the device until `end_s`."""
-
-    clock: ManualClock
-    end_s: float
-    result: StepResult
-
-    @property
-    def is_done(self) -> bool:
-        return self.clock.now_s() >= self.end_s
-
-    def wait(self) -> StepResult:
-        self.clock.advance(max(0.0, self.end_s - self.clock.now_s()))
-        return self.result
-
-
 class VirtualDevice:
     """An executor without a model, whose rows get as many drafts as are drawn here."""
 
@@ -101,22 +88,17 @@ class VirtualDevice:
         self._free_s = 0.0
         self._rng = np.random.default_rng(seed)
 
-    def launch(self, plan: StepPlan) -> _VirtualStep:
+    def launch(self, plan: StepPlan) -> VirtualStep:
         start_s = max(self._clock.now_s(), self._free_s)
         self._clock.advance(LAUNCH_S)
         drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
         self._free_s = max(self._clock.now_s(), self._free_s) + self._seconds(plan, drafts)
-        result = StepResult(
-            step=plan.step,
-            tokens=[
-                [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
-                for i, num in enumerate(plan.num_samples)
-            ],
-            logprobs=[None] * len(plan.rows),
-            duration_s=self._free_s - start_s,
-            is_finite=[True] * len(plan.rows),
-        )
-        return _VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
+        tokens = [
+            [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
+            for i, num in enumerate(plan.num_samples)
+        ]
+        result = result_of(plan, tokens, self._free_s - start_s)
+        return VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
 
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
@@ -151,25 +133,13 @@ class Batches:
         rules = rules or SpeculationRules()
         self.clock = ManualClock()
         num_blocks = 2 * num_rows * -(-(_PROMPT_TOKENS + NUM_NEW + 16) // BLOCK_SIZE) + 64
-        cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
         most = min(num_rows * (1 + rules.max_drafts), _MAX_GRAPH_TOKENS)
         sizes = tuple(sorted({size.num_tokens for size in verify_sizes(num_rows, most)}))
         self.controller = SpeculationController(rules)
         self.device = VirtualDevice(self.clock, sizes, seed)
-        self.scheduler = Scheduler(
-            ResolvedScheduler(max_num_batched_tokens=16384, max_num_seqs=num_rows, max_waiting=999),
-            cache=cache,
-            hasher=NoHasher(),
-            handoff_queue=HandoffSink(cache),
-            block_size=BLOCK_SIZE,
-            finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
-            drafting=Drafting(
-                LookedUp() if drafts else None,
-                self.controller if drafts else None,
-                graph_tokens=sizes,
-            ),
-        )
-        self.scheduler.learn(plain_samples())
+        drafter, policy = (LookedUp(), self.controller) if drafts else (None, None)
+        drafting = Drafting(drafter, policy, graph_tokens=sizes)
+        self.scheduler = virtual_scheduler(num_rows, 16384, num_blocks, drafting)
         self._core = EngineCore(self.scheduler, self.device, self.clock, overlap=True)
         self._num_requests = 0
 
@@ -194,19 +164,10 @@ class Batches:
 
     def _add(self) -> RequestKey:
         self._num_requests += 1
-        key = RequestKey(f"{self._num_requests:032x}")
-        params = SamplingParams(max_tokens=1 + NUM_NEW, temperature=0.0, ignore_eos=True)
-        self.scheduler.add(
-            Request(
-                spec=RequestSpec(params=params),
-                key=key,
-                ingress_id="",
-                tokens=[RIGHT] * _PROMPT_TOKENS,
-                num_prompt_tokens=_PROMPT_TOKENS,
-                arrival_s=self.clock.now_s(),
-            )
-        )
-        return key
+        given = self._num_requests, _PROMPT_TOKENS, 1 + NUM_NEW, self.clock.now_s()
+        request = virtual_request(*given)
+        self.scheduler.add(request)
+        return request.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +227,9 @@ def main() -> None:
             gains(args.rows, acceptance, carried=args.carried, rules=rules, seed=seed)
             for seed in range(args.seeds)
         ]
-        columns.append([min(cell, key=lambda one: one.all_rows_end) for cell in zip(*runs)])  # noqa: B905
-    lines = [[str(rows), *map(str, line)] for rows, line in zip(args.rows, zip(*columns))]  # noqa: B905
+        cells = zip(*runs, strict=True)
+        columns.append([min(cell, key=lambda one: one.all_rows_end) for cell in cells])
+    lines = [list(map(str, line)) for line in zip(args.rows, *columns, strict=True)]
     print(render_rows([["rows", *(f"{a:g}" for a in args.acceptances)], *lines]))
 
 

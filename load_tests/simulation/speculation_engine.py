@@ -77,32 +77,65 @@ class Drafter(HostDrafter):
         """Does nothing: nothing is kept."""
 
 
-class _VirtualStep:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualStep:
     """A step on the device until `end_s`."""
 
-    def __init__(self, plan: StepPlan, clock: ManualClock, start_s: float, end_s: float) -> None:
-        self._plan = plan
-        self._clock = clock
-        self._duration_s = end_s - start_s
-        self._end_s = end_s
+    clock: ManualClock
+    end_s: float
+    result: StepResult
 
     @property
     def is_done(self) -> bool:
-        return self._clock.now_s() >= self._end_s
+        return self.clock.now_s() >= self.end_s
 
     def wait(self) -> StepResult:
-        self._clock.advance(max(0.0, self._end_s - self._clock.now_s()))
-        plan, drafts = self._plan, dict(self._plan.drafts)
-        return StepResult(
-            step=plan.step,
-            tokens=[
-                accepted([RIGHT] * num, drafts.get(i, ())) if num else []
-                for i, num in enumerate(plan.num_samples)
-            ],
-            logprobs=[None] * len(plan.rows),
-            duration_s=self._duration_s,
-            is_finite=[True] * len(plan.rows),
-        )
+        self.clock.advance(max(0.0, self.end_s - self.clock.now_s()))
+        return self.result
+
+
+def result_of(plan: StepPlan, tokens: list[list[int]], duration_s: float) -> StepResult:
+    """tokens: of each row, none where it samples none."""
+    return StepResult(
+        step=plan.step,
+        tokens=tokens,
+        logprobs=[None] * len(plan.rows),
+        duration_s=duration_s,
+        is_finite=[True] * len(plan.rows),
+    )
+
+
+def virtual_scheduler(
+    max_rows: int, max_tokens: int, num_blocks: int, drafting: Drafting
+) -> Scheduler:
+    """A real one, of a model without an end of sequence, that has learnt what plain steps take."""
+    cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
+    scheduler = Scheduler(
+        ResolvedScheduler(
+            max_num_batched_tokens=max_tokens, max_num_seqs=max_rows, max_waiting=10**6
+        ),
+        cache=cache,
+        hasher=NoHasher(),
+        handoff_queue=HandoffSink(cache),
+        block_size=BLOCK_SIZE,
+        finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
+        drafting=drafting,
+    )
+    scheduler.learn(plain_samples())
+    return scheduler
+
+
+def virtual_request(number: int, num_prompt: int, num_tokens: int, now_s: float) -> Request:
+    """Tokens mean nothing. number: of the request, for its key."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return Request(
+        spec=RequestSpec(params=params),
+        key=RequestKey(f"{number:032x}"),
+        ingress_id="",
+        tokens=[RIGHT] * num_prompt,
+        num_prompt_tokens=num_prompt,
+        arrival_s=now_s,
+    )
 
 
 class VirtualDevice:
@@ -113,14 +146,20 @@ class VirtualDevice:
         self._free_s = 0.0
         self._rng = np.random.default_rng(seed)
 
-    def launch(self, plan: StepPlan) -> _VirtualStep:
+    def launch(self, plan: StepPlan) -> VirtualStep:
         start_s = max(self._clock.now_s(), self._free_s)
         self._clock.advance(LAUNCH_S)
         num_keys = sum(plan.num_computed_tokens) + plan.num_tokens
         seconds = step_s(len(plan.rows), plan.num_tokens, num_keys // len(plan.rows))
         seconds *= float(self._rng.normal(1.0, 0.02))
         self._free_s = max(self._clock.now_s(), self._free_s) + seconds
-        return _VirtualStep(plan, self._clock, start_s, self._free_s)
+        drafts = dict(plan.drafts)
+        tokens = [
+            accepted([RIGHT] * num, drafts.get(i, ())) if num else []
+            for i, num in enumerate(plan.num_samples)
+        ]
+        result = result_of(plan, tokens, self._free_s - start_s)
+        return VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
 
 
 class Engine:
@@ -130,23 +169,10 @@ class Engine:
         self._load = load
         self.clock = ManualClock()
         num_blocks = 2 * load.num_rows * -(-(_PROMPT_TOKENS + load.request_tokens) // BLOCK_SIZE)
-        cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
         drafter = Drafter(load.acceptance, load.pass_s, self.clock, load.seed) if drafts else None
         self.controller = SpeculationController()
-        self.scheduler = Scheduler(
-            ResolvedScheduler(
-                max_num_batched_tokens=8192, max_num_seqs=load.num_rows, max_waiting=10**6
-            ),
-            cache=cache,
-            hasher=NoHasher(),
-            handoff_queue=HandoffSink(cache),
-            block_size=BLOCK_SIZE,
-            finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
-            drafting=Drafting(
-                drafter, self.controller if drafts else None, holds=load.is_overlapped
-            ),
-        )
-        self.scheduler.learn(plain_samples())
+        drafting = Drafting(drafter, self.controller if drafts else None, holds=load.is_overlapped)
+        self.scheduler = virtual_scheduler(load.num_rows, 8192, num_blocks, drafting)
         self._core = EngineCore(
             self.scheduler,
             VirtualDevice(self.clock, load.seed),
@@ -170,17 +196,8 @@ class Engine:
 
     def _add(self, num_tokens: int) -> None:
         self._num_requests += 1
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self.scheduler.add(
-            Request(
-                spec=RequestSpec(params=params),
-                key=RequestKey(f"{self._num_requests:032x}"),
-                ingress_id="",
-                tokens=[RIGHT] * _PROMPT_TOKENS,
-                num_prompt_tokens=_PROMPT_TOKENS,
-                arrival_s=self.clock.now_s(),
-            )
-        )
+        given = self._num_requests, _PROMPT_TOKENS, num_tokens, self.clock.now_s()
+        self.scheduler.add(virtual_request(*given))
 
     def run(self) -> float:
         """Seconds a token, over `num_tokens` of them, from now on."""

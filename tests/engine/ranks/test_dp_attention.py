@@ -20,11 +20,16 @@ from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
 from kernels.attention.protocol import AttentionStep
-from tests.engine.ranks.dp_stories import BLOCK_SIZE, DpEngine, ExactEngine, engine_of_one_rank
+from tests.engine.ranks.dp_stories import (
+    BLOCK_SIZE,
+    DpEngine,
+    ExactEngine,
+    engine_of_one_rank,
+)
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=14, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
@@ -121,6 +126,21 @@ def test_ranks_replay_graphs_of_prompts_together(
     assert counts.num_replayed >= 3
 
 
+def guesser_of(
+    engine: ExactEngine, prompts: Sequence[Sequence[int]], *, error_rate: float
+) -> Guesser:
+    """Guesses what `engine` answered to `prompts`, all that it was given."""
+    said = {
+        tuple(prompt): engine.tokens(key)
+        for prompt, key in zip(prompts, engine.records, strict=True)
+    }
+    return Guesser(
+        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
+        vocab_size=VOCAB_SIZE,
+        error_rate=error_rate,
+    )
+
+
 @pytest.mark.parametrize(
     ("overlap", "captures"),
     [
@@ -138,15 +158,7 @@ def test_drafts_of_a_rank_change_no_token(
     """Some right and some wrong, of rows on one rank or on both, beside rows without any."""
     alone, requests = engine_of_one_rank(folder), [*_requests(), (PROMPT, LONG), (PROMPT[3:], LONG)]
     expected = _answers(alone, requests)
-    said = {
-        tuple(request[0]): alone.tokens(key)
-        for request, key in zip(requests, alone.records, strict=True)
-    }
-    guesser = Guesser(
-        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
-        vocab_size=131,
-        error_rate=0.3,
-    )
+    guesser = guesser_of(alone, [prompt for prompt, _ in requests], error_rate=0.3)
     settings = {f"captures_{kind}": True for kind in captures}
     with DpEngine(two, folder, overlap=overlap, drafter=guesser, **settings) as shared:
         replays = _note_replays(shared.executor._graphs.verify)

@@ -35,10 +35,10 @@ from tests.engine.ranks.test_dp_attention import (
     _note_replays,
     _requests,
     _said,
+    guesser_of,
 )
 from tests.engine.ranks.test_dp_attention import folder as folder
 from tests.engine.ranks.test_dp_attention import two as two
-from tests.harness.drafters import Guesser
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import save_model
 
@@ -119,15 +119,7 @@ def test_drafts_change_no_token(
     """With graphs of drafts in halves, where every row lies in a span; an idle rank, too."""
     alone, requests = engine_of_one_rank(folder), [*_requests(), (PROMPT, LONG), (PROMPT[3:], LONG)]
     expected = _answers(alone, requests)
-    said = {
-        tuple(request[0]): alone.tokens(key)
-        for request, key in zip(requests, alone.records, strict=True)
-    }
-    guesser = Guesser(
-        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
-        vocab_size=131,
-        error_rate=0.3,
-    )
+    guesser = guesser_of(alone, [prompt for prompt, _ in requests], error_rate=0.3)
     with DpEngine(
         two, folder, drafter=guesser, captures_drafts=captures, overlap=overlap, overlaps=True
     ) as shared:
@@ -144,15 +136,7 @@ def test_a_rank_computes_halves_apart_while_others_replay_them(
     requests = [(PROMPT[:3], WITH_PROMPT), *[(PROMPT[i:], LONG) for i in range(4)]]
     alone = engine_of_one_rank(folder)
     expected = _answers(alone, requests)
-    said = {
-        tuple(request[0]): alone.tokens(key)
-        for request, key in zip(requests, alone.records, strict=True)
-    }
-    guesser = Guesser(
-        lambda request: said[tuple(request.tokens[: request.num_prompt_tokens])],
-        vocab_size=131,
-        error_rate=0.0,
-    )
+    guesser = guesser_of(alone, [prompt for prompt, _ in requests], error_rate=0.0)
     with DpEngine(two, folder, captures_drafts=True, overlaps=True, drafter=guesser) as shared:
         ours = shared.engine
         later = [ours.add(*request, rank=1) for request in requests[1:]]

@@ -164,7 +164,9 @@ def test_an_operation_that_others_do_not_join_ends_in_time(
         call(comm)
 
 
-def test_a_group_whose_graphs_live_on_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_whose_graphs_live_on_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Held:
         def __init__(self) -> None:
             self.is_free = threading.Event()
@@ -178,6 +180,7 @@ def test_a_group_whose_graphs_live_on_is_left(monkeypatch: pytest.MonkeyPatch) -
     group = Held()
     rank_comm.abort(group)
     assert not group.has_ended.is_set()
+    assert "CUDA graphs" in caplog.text
     group.is_free.set()
     assert group.has_ended.wait(TIMEOUT_S)
     rank_comm.abort(group)

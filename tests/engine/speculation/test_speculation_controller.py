@@ -20,6 +20,7 @@ from engine.speculation.controller import (
     verify_seconds,
     verify_work,
 )
+from engine.speculation.gates import RequestGates
 
 RULES = SpeculationRules()
 FITTED = StepCosts(
@@ -178,6 +179,18 @@ def test_few_are_tried_until_something_is_known() -> None:
     assert len(tried) == RULES.trial_rows
     controller.observe(tried, [2] * len(tried), [2] * len(tried))
     assert all(controller.max_drafts(keys))
+
+
+def test_what_ended_requests_accepted_does_not_make_others_differ() -> None:
+    gates, keys = RequestGates(RULES), list(range(8))
+    slots, most = gates.slots_of(keys), np.full(8, 4)
+    for step in range(4):
+        gates.observe(slots, most, np.array([0, 4] * 4), step, may_stop=False)
+    assert gates.do_differ
+    for key in keys:
+        gates.forget(key)
+    gates.observe(gates.slots_of(["alone"]), most[:1], np.array([2]), 4, may_stop=False)
+    assert not gates.do_differ
 
 
 def test_requests_without_a_draft_make_room_for_others_to_be_tried() -> None:
