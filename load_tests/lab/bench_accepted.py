@@ -124,7 +124,9 @@ class HostTimes(NamedTuple):
         return cls(time.perf_counter(), time.thread_time())
 
     def __sub__(self, earlier: "HostTimes") -> "HostTimes":
-        return HostTimes(self.wall_s - earlier.wall_s, self.processor_s - earlier.processor_s)
+        wall_s = self.wall_s - earlier.wall_s
+        # A part at most: two clocks, read one after the other, differ by microseconds.
+        return HostTimes(wall_s, min(wall_s, self.processor_s - earlier.processor_s))
 
 
 class DraftedStep(NamedTuple):
