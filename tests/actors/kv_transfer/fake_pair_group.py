@@ -9,6 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(eq=False)
+class Sent:
+    """Bytes on their way. A flag, because their sender asks for them in another thread."""
+
+    data: Tensor
+    is_taken: bool = False
+
+
 @dataclass
 class Wires:
     """What both ranks share; `is_silent`: nothing is ever over, as with a peer that died."""
@@ -18,7 +26,7 @@ class Wires:
     num_aborts: int = 0
     has_posted: threading.Event = field(default_factory=threading.Event)  # since it is silent
     flips: tuple[int, int] | None = None  # of each piece: which byte, which bits
-    sent: dict[int, deque[Tensor]] = field(default_factory=lambda: {0: deque(), 1: deque()})
+    sent: dict[int, deque[Sent]] = field(default_factory=lambda: {0: deque(), 1: deque()})
 
     def make_group(self, _: dist.Store, rank: int) -> "FakeGroup":
         return FakeGroup(self, rank)
@@ -31,12 +39,11 @@ class FakeGroup:
         self._is_aborted = False
 
     def send(self, data: Tensor, loaded: object = None) -> Callable[[], bool]:
-        queue, bytes_left = self._wires.sent[self._rank], data.clone()
-        queue.append(bytes_left)
+        sent = Sent(data.clone())
+        self._wires.sent[self._rank].append(sent)
 
         def is_over() -> bool:
-            has_left = not self._wires.is_silent and all(one is not bytes_left for one in queue)
-            return self._is_aborted or has_left
+            return self._is_aborted or (sent.is_taken and not self._wires.is_silent)
 
         return is_over
 
@@ -50,11 +57,12 @@ class FakeGroup:
                 return True  # as on a GPU: what is cut off ends, too
             if self._wires.is_silent or not queue:
                 return False
-            data.copy_(queue[0])
+            sent = queue.popleft()
+            data.copy_(sent.data)
             if self._wires.flips is not None:
                 byte, bits = self._wires.flips
                 data[byte] ^= bits
-            queue.popleft()
+            sent.is_taken = True
             return True
 
         return is_over
