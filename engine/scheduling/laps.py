@@ -31,7 +31,7 @@ and let those ahead of it in its class have c chunks left. Before its next chunk
 long chunks (m of aged requests; c in order, in steps without short prompts or in the budget that
 these left) and m + c + 1 steps that begin with short prompts. If short prompts never run out,
 `exclusive` has at most m long chunks and m + 1 such steps. A preempted request keeps its arrival
-and may count among the m.
+and may count among the m. What a refused one waits for is bounded by `short_reserve`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
