@@ -33,7 +33,8 @@ from engine.errors import HandoffError, WorkerError
 from engine.kv.layout import KvPart
 from engine.messages import ChannelKind
 
-Ask = Callable[[str, bytes], Callable[[], Any]]  # actor, order -> what waits for its answer
+AskRank = Callable[[bytes], Callable[[], Any]]  # order -> what waits for its answer
+FindRank = Callable[[str], AskRank]  # the actor that has this name now
 
 
 class Giver(msgspec.Struct, frozen=True):
@@ -220,9 +221,7 @@ class HeadGiver:
 class HeadLink:
     """From one rank of the sender to this one; called from any thread."""
 
-    def __init__(
-        self, part: KvPart, pieces: KvPieces, ask: Callable[[bytes], Callable[[], Any]]
-    ) -> None:
+    def __init__(self, part: KvPart, pieces: KvPieces, ask: AskRank) -> None:
         """part: the heads that both have. pieces: of this rank's store. ask: that rank."""
         self.part = part
         self._pieces = pieces

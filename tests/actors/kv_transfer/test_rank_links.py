@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
 from actors.kv_transfer.channels.handshake import RECEIVER_RANK, Handshake
@@ -32,7 +34,7 @@ from actors.kv_transfer.rank_links import (
 )
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import Linking, PullsByRanks, RankPuller
-from actors.kv_transfer.rendezvous import answer_of
+from actors.kv_transfer.rendezvous import RankCalls, answer_of
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
@@ -116,7 +118,11 @@ class LinkedPulls(Pulls):
     def _puller(self, rank: int) -> RankPuller:
         part = part_of(Rank(rank, len(self.receiver.stores)), self.receiver.whole)
         pieces = KvPieces(self.receiver.stores[rank], num_threads=1)
-        linking = Linking(wires=self.wires, ask=self._ask, reader=f"reader {rank}")
+        linking = Linking(
+            wires=self.wires,
+            find=lambda actor: partial(self._ask, actor),
+            reader=f"reader {rank}",
+        )
         return RankPuller(part, pieces, index=rank, linking=linking)
 
     def _ask(self, actor: str, order: bytes) -> Callable[[], Any]:
@@ -213,19 +219,61 @@ def test_ranks_that_are_too_far_apart_are_unfit(sizes: tuple[int, int]) -> None:
         moved.pull()
 
 
+class Answered:
+    """Of a call of Ray's: what it will be."""
+
+    def __init__(self, answer: bytes | Exception) -> None:
+        self._answer = answer
+
+    def future(self) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        else:
+            future.set_result(self._answer)
+        return future
+
+
 def test_a_call_between_ranks_keeps_what_kind_of_error_it_is() -> None:
-    def failed(cause: Exception) -> Any:
-        future: Future[None] = Future()
-        future.set_exception(RayTaskError("give", "its trace", cause))
-        return type("Reference", (), {"future": lambda _: future})()
+    def failed(cause: Exception) -> Answered:
+        return Answered(RayTaskError("give", "its trace", cause))
 
     with pytest.raises(UnfitError, match="too slow"):
         answer_of("rank", failed(UnfitError("too slow")), 1.0)
     with pytest.raises(HandoffError, match="it broke") as raised:
         answer_of("rank", failed(HandoffError("it broke")), 1.0)
     assert not isinstance(raised.value, UnfitError)
+    with pytest.raises(WorkerError, match="still loading") as raised:
+        answer_of("rank", failed(WorkerError("rank is still loading its model")), 1.0)
+    assert type(raised.value) is WorkerError
     with pytest.raises(WorkerError, match="rank failed: ValueError"):
         answer_of("rank", failed(ValueError("x")), 1.0)
+
+
+class Rank1:
+    """The actor of a rank."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self.give = self
+
+    def remote(self, order: bytes) -> Answered:
+        return Answered(RayActorError() if self.is_dead else order)
+
+
+def test_a_link_is_to_the_rank_that_lives_though_one_of_its_name_died_while_nothing_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = {"worker.1": Rank1()}
+    monkeypatch.setattr(ray, "get_actor", lambda name, _: actors[name])
+    calls = RankCalls("namespace", 1.0)
+    older = calls.find("worker.1")
+    assert older(b"order")() == b"order"
+    actors["worker.1"].is_dead = True
+    actors["worker.1"] = Rank1()
+    assert calls.find("worker.1")(b"order")() == b"order"
+    with pytest.raises(WorkerError, match="dead"):
+        older(b"order")()
 
 
 def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
