@@ -164,7 +164,8 @@ class HeadGiver:
         self._pieces = pieces
         self._wires = wires
         self._open: dict[str, tuple[str, Wire]] = {}  # key -> its reader, and the wire
-        self._changing = threading.Lock()  # of `_open`; nothing waits for a wire with it
+        self._newest: dict[str, int] = {}  # reader -> the epoch of the last wire it asked for
+        self._changing = threading.Lock()  # of both; nothing waits for a wire with it
 
     def do(self, order: bytes) -> PieceBytes | None:
         """Does what a rank of a receiver asks. Raises HandoffError, WorkerError."""
@@ -173,7 +174,7 @@ class HeadGiver:
                 given: PieceBytes = self._read(heads, torch.device("cpu")).view(-1).numpy()
                 return given
             case OpenWire(kind, epoch, key, reader):
-                self._close_those_of(reader)
+                self._close_older(reader, epoch)
                 wire = self._wires.opened(kind, epoch, key, SENDER_RANK)
                 with self._changing:
                     self._open[key] = reader, wire
@@ -211,8 +212,13 @@ class HeadGiver:
         if found is not None:
             found[1].close()
 
-    def _close_those_of(self, reader: str) -> None:
+    def _close_older(self, reader: str, epoch: int) -> None:
+        """Raises HandoffError if it is the older one: its order came late."""
         with self._changing:
+            newest = self._newest.get(reader, 0)
+            if epoch <= newest:
+                raise HandoffError(f"epoch {epoch} is not newer than {newest}")
+            self._newest[reader] = epoch
             keys = [key for key, (whose, _) in self._open.items() if whose == reader]
         for key in keys:
             self._close(key)

@@ -3,6 +3,7 @@
 Threads stand in for the ranks' processes and for Ray's calls, queues for NCCL; gloo is gloo.
 """
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from actors.kv_transfer.rank_links import (
     GiversOffer,
     HeadGiver,
     Heads,
+    OpenWire,
     Wire,
     Wires,
 )
@@ -75,6 +77,7 @@ class LinkedPulls(Pulls):
 
     kind: ChannelKind = "object_store"
     config: HandoffConfig = CONFIG
+    epoch: int = 2  # of the last channel
     givers: list[HeadGiver] = field(default_factory=list)
     on_ask: Callable[[int, bytes], None] = nothing  # a rank of the sender, what it is asked
     groups: dict[str, fake_pair_group.Wires] = field(
@@ -112,7 +115,8 @@ class LinkedPulls(Pulls):
 
     async def open(self, floor_gb_s: float = 0.0) -> CudaIpcReceiver[Any]:
         assert self.by_ranks is not None
-        request = pair_request(3, channel=self.kind)
+        self.epoch += 1
+        request = pair_request(self.epoch, channel=self.kind)
         return await self.by_ranks.open_links(msgspec.structs.replace(request, offer=self.offer))
 
     def _puller(self, rank: int) -> RankPuller:
@@ -208,6 +212,26 @@ def test_where_one_end_of_a_wire_fails_the_other_is_closed(monkeypatch: pytest.M
     monkeypatch.setattr(LocalWires, "opened", open_and_fail)
     with pulls.opened(), pytest.raises(HandoffError, match="no room"):
         moved.pull()
+
+
+def test_an_order_to_open_that_comes_late_leaves_the_newer_wire_open() -> None:
+    moved, pulls = linked(4, (2, 1), "gloo_pair")
+    late = OpenWire("gloo_pair", 2, "late/", "reader 0")
+
+    async def pull() -> bool:
+        channel = await pulls.open()
+        try:
+            for giver in pulls.givers:
+                with pytest.raises(HandoffError, match="epoch 2 is not newer than 3"):
+                    giver.do(msgspec.msgpack.encode(late))
+            return await pulls.pull_by(channel, moved.from_ids, moved.to_ids, moved.digests)
+        finally:
+            await channel.close()
+
+    pulls.config = HASTY
+    with pulls.opened():
+        assert asyncio.run(pull())
+    moved.check()
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
