@@ -237,13 +237,21 @@ class HeadLink:
         self._turn = threading.Lock()
 
     def open(self, wires: Wires, kind: ChannelKind, epoch: int, key: str, reader: str) -> None:
-        """Opens both ends of a wire. Raises HandoffError, WorkerError."""
+        """Opens both ends of a wire. Raises UnfitError, HandoffError, WorkerError."""
         self._key = key
         theirs = self._order(OpenWire(kind, epoch, key, reader))
         try:
             self._wire = wires.opened(kind, epoch, key, RECEIVER_RANK)
-        finally:
-            theirs()  # or it could open after it was closed
+        except WorkerError as error:
+            try:
+                theirs()  # or it could open after it was closed
+            except UnfitError:
+                raise
+            except WorkerError as other:
+                both = f"{error.message}; the other end: {other.message}"
+                raise HandoffError(both) from error
+            raise
+        theirs()
 
     def fetch(self, block_ids: list[int]) -> Tensor:
         """[n, *block_shape] of the part, on the device of the store. Raises HandoffError."""

@@ -20,7 +20,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
-from actors.kv_transfer.channels.handshake import RECEIVER_RANK, Handshake
+from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK, Handshake
 from actors.kv_transfer.channels.nccl_wire import NcclWire
 from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
@@ -211,6 +211,23 @@ def test_where_one_end_of_a_wire_fails_the_other_is_closed(monkeypatch: pytest.M
 
     monkeypatch.setattr(LocalWires, "opened", open_and_fail)
     with pulls.opened(), pytest.raises(HandoffError, match="no room"):
+        moved.pull()
+
+
+@pytest.mark.parametrize("end", [SENDER_RANK, RECEIVER_RANK])
+def test_what_one_end_says_is_not_lost_in_the_others_wait(
+    end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, pulls = linked(4, (2, 1), "gloo_pair")
+
+    def refuse(self: LocalWires, kind: ChannelKind, epoch: int, key: str, at: int) -> Wire:
+        if at == end:
+            raise HandoffError("8 pairs are open already")
+        return Wires.opened(self, kind, epoch, key, at)
+
+    monkeypatch.setattr(LocalWires, "opened", refuse)
+    pulls.config = HASTY
+    with pulls.opened(), pytest.raises(HandoffError, match="8 pairs are open already"):
         moved.pull()
 
 
