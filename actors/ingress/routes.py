@@ -17,6 +17,7 @@ from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from actors.anthropic.errors import reply_at
 from actors.anthropic.objects import TokenCount
@@ -142,6 +143,7 @@ class Api:
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
+        app.add_exception_handler(ClientDisconnect, self._on_error)
         app.add_exception_handler(StarletteHTTPException, self._on_http_error)
         app.add_middleware(StoppingGate, stopping=self._edge.stopping)
         app.add_middleware(
@@ -338,7 +340,8 @@ class Api:
 
     async def _on_error(self, request: Request, error: Exception) -> Response:
         """Answers with OpenAI's error object, for any error before the first byte."""
-        if isinstance(error, TaskCancelledError):  # Serve raises it when the client has left
+        # The client has left: Serve raises the first, and reading the rest of a body the second.
+        if isinstance(error, TaskCancelledError | ClientDisconnect):
             self._metrics.count_disconnected()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reply = reply_at(request.url.path, error)
