@@ -98,14 +98,21 @@ def _check_is_whole(asked: MessagesBody) -> None:
 def _as_chat(asked: CountBody, **options: object) -> ChatBody:
     check_length("messages", len(asked.messages), MAX_MESSAGES)
     choice = asked.tool_choice
+    messages = [*_read_system(asked), *_read_messages(asked.messages)]
     fields: dict[str, object] = {
         "model": asked.model,
-        "messages": [*_read_system(asked), *_read_messages(asked.messages)],
+        "messages": messages,
+        "continue_final_message": _is_begun_answer(messages[-1]),
         "tools": _read_tools(asked.tools),
         "tool_choice": _read_choice(choice),
         "parallel_tool_calls": not (choice is not None and choice.disable_parallel_tool_use),
     }
     return ChatBody(**fields, **options)  # type: ignore[arg-type] # checked by the structs they are of
+
+
+def _is_begun_answer(last: Message) -> bool:
+    """Whether the last message is text of the assistant, in which the answer then goes on."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _variables(asked: CountBody) -> dict[str, Scalar]:
