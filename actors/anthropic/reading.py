@@ -35,7 +35,7 @@ from actors.openai.request_bodies import (
     decode_body,
     is_given,
 )
-from actors.openai.request_rules import check_length, missing, unknown_kind
+from actors.openai.request_rules import check_length, missing, refused_as, unknown_kind
 from actors.openai.served_model import ServedModel, check_model
 from actors.openai.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
@@ -43,6 +43,12 @@ from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 
 MAX_MESSAGES = 4096
+# Field of a chat -> the field that it was made of.
+_SOURCES = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
@@ -70,7 +76,8 @@ def parse_messages(
         response_format=_read_format(config.format if config is not None else asked.output_format),
         chat_template_kwargs=_variables(asked) | (asked.chat_template_kwargs or {}),
     )
-    return replace(read_chat(chat, limits, model, new_seed), shape=MessagesShape())
+    with refused_as(_SOURCES):
+        return replace(read_chat(chat, limits, model, new_seed), shape=MessagesShape())
 
 
 def parse_count_tokens(body: bytes, model: ServedModel) -> TokenizeRequest:
@@ -78,8 +85,9 @@ def parse_count_tokens(body: bytes, model: ServedModel) -> TokenizeRequest:
     asked = decode_body(body, CountBody)
     check_model(asked.model, model)
     chat = _as_chat(asked, chat_template_kwargs=_variables(asked))
-    tools = read_tool_use(chat, model, None)
-    return read_chat_prompt(chat, model, None if tools is None else tools.definitions)
+    with refused_as(_SOURCES):
+        tools = read_tool_use(chat, model, None)
+        return read_chat_prompt(chat, model, None if tools is None else tools.definitions)
 
 
 def _check_is_whole(asked: MessagesBody) -> None:

@@ -165,12 +165,23 @@ def test_what_agents_add_is_ignored() -> None:
             "messages[0].content[0].type",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        (
+            # No call came before it; where it stands among a chat's messages says nothing.
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
+                ]
+            },
+            "messages",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert caught.value.param == param
+    assert "'stop" not in caught.value.message.replace("'stop_sequences'", "")
 
 
 def test_the_prompt_that_is_counted_is_the_one_that_is_asked() -> None:
