@@ -61,8 +61,7 @@ from engine.text.chat_template import describe_tokenizer
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
-# Refused before the whole body has come: the connection cannot be used again.
-BODY_LEFT_UNREAD = (408, 413)
+BODY_STANDS_STILL = 408
 CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -349,7 +348,9 @@ class Api:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
         headers = reply.headers | (error.headers if isinstance(error, RateLimitError) else {})
-        if reply.status in BODY_LEFT_UNREAD:
+        # A body that is too long goes on coming, and the server drops it: a client whose connection
+        # is closed while it sends may lose the answer.
+        if reply.status == BODY_STANDS_STILL:
             headers |= CLOSE
         return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 
