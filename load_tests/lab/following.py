@@ -229,6 +229,7 @@ class Following:
         self._kill()
         if self._reports.wait_end(END_S) is not None:  # then nobody looks at the ring
             self._ring.close()
+        self._leading = None  # it has the engine's executor
         gc.collect()  # the engine's graphs hold operations of the group, whose end waits for them
         self.comm.close()
 

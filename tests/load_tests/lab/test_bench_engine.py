@@ -4,15 +4,19 @@ import json
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
+from engine.core import Executor
 from engine.messages import LoadReport, TokenRecord
+from engine.ranks.comm import GlooRanks
 from engine.request import RequestKey
 from load_tests.lab import bench_engine
 from load_tests.lab.bench_engine import Bench, build_parser, engine_config, run, step_rounds_s
 from load_tests.lab.comparison import TARGETS, compare, read_chain, read_peer, render_comparisons
+from load_tests.lab.following import Following
 from load_tests.lab.host_work import (
     NUM_STREAMS,
     StreamReaders,
@@ -189,6 +193,21 @@ def test_a_run_measures_and_prints_every_work(
 def test_two_ranks_are_measured_as_one_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """When they are disconnected the engine is gone, whose graphs NCCL would wait for."""
+    led: list[weakref.ref[Executor]] = []
+    lived_on: list[bool] = []
+    lead, close = Following.lead, GlooRanks.close
+
+    def noted(self: Following, executor: Executor) -> Executor:
+        led.append(weakref.ref(executor))
+        return lead(self, executor)
+
+    def closed(self: GlooRanks) -> None:
+        lived_on.extend(executor() is not None for executor in led)
+        close(self)
+
+    monkeypatch.setattr(Following, "lead", noted)
+    monkeypatch.setattr(GlooRanks, "close", closed)
     works = (Work(Kind.PREFILL, 3, 40), Work(Kind.DECODE, 4, 9))
     monkeypatch.setattr(bench_engine, "WORKS", works)
     monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
@@ -199,6 +218,7 @@ def test_two_ranks_are_measured_as_one_engine(
     assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
     assert 0 < host["rank 1: launch"] < host["rank 1: message to launched"]
     assert host["rank 1: take a step's result"] > 0
+    assert lived_on == [False]
 
 
 HANGS = """
