@@ -52,6 +52,7 @@ from tests.actors.kv_transfer.test_rank_pulls import Moved, Pulls
 KINDS: tuple[ChannelKind, ...] = ("object_store", "gloo_pair", "nccl_pair")
 CONFIG = HandoffConfig(transfer_deadline_s=60.0, floors_gb_s=FloorsConfig(nccl_pair=0.0))
 HASTY_S = 0.3
+HASTY = msgspec.structs.replace(CONFIG, transfer_deadline_s=HASTY_S)
 
 
 def nothing(rank: int, order: bytes) -> None:
@@ -197,7 +198,7 @@ def test_a_wire_that_does_not_open_is_a_failed_channel() -> None:
     def fail(rank: int, _: bytes) -> None:
         raise WorkerError(f"{rank} is dead")
 
-    pulls.config = msgspec.structs.replace(CONFIG, transfer_deadline_s=HASTY_S)
+    pulls.config = HASTY
     with pulls.opened():
         pulls.on_ask = fail
         with pytest.raises(HandoffError):
@@ -250,7 +251,6 @@ def test_an_order_to_open_that_comes_late_leaves_the_newer_wire_open() -> None:
         finally:
             await channel.close()
 
-    pulls.config = HASTY
     with pulls.opened():
         assert asyncio.run(pull())
     moved.check()
