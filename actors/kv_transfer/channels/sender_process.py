@@ -20,7 +20,7 @@ class SenderProcess:
         self._name = f"{name} (pid {pid})"
         self._pidfd: int | None = None  # None = it is not watched
         try:
-            self._pidfd = os.pidfd_open(pid)  # a number may be another process's by now
+            self._pidfd = os.pidfd_open(pid)  # numbers are given again
         except OSError as error:  # it has ended, or its numbers are not this process's
             logger.warning("the end of %s would not be noticed: %s", self._name, error)
 
