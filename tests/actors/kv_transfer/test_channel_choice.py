@@ -1,5 +1,6 @@
 """Which kind of channel a sender opens, what it falls back to, and when it tries again."""
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +136,30 @@ def test_a_kind_that_does_not_open_is_tried_again_then_rests() -> None:
         world.failing.clear()
         world.clock.advance(FAILURE_WINDOW_S + 1)
         assert await world.use() == "cuda_ipc"
+
+    run(lambda: World(failing={"cuda_ipc"}), scenario)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_better_kind_is_tried_again_though_transfers_follow_each_other(ends_well: bool) -> None:
+    """They are slower over a worse kind, so there may always be one."""
+
+    async def scenario(world: World) -> None:
+        link, peer = world.links.link("decode-0"), await world.links.peer("decode-0")
+        for _ in range(MAX_FAILURES):
+            assert await world.use() == "nccl_pair"
+        running = link.use(peer)
+        assert (await running.__aenter__()).kind == "nccl_pair"
+        later = [asyncio.ensure_future(world.use()) for _ in range(2)]
+        assert await asyncio.gather(*later) == ["nccl_pair"] * 2
+        world.failing.clear()
+        world.clock.advance(FAILURE_WINDOW_S)
+        later = [asyncio.ensure_future(world.use()) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        assert not any(use.done() for use in later)
+        failure = None if ends_well else HandoffError("broke")
+        await running.__aexit__(failure and HandoffError, failure, None)
+        assert await asyncio.gather(*later) == ["cuda_ipc"] * 2
 
     run(lambda: World(failing={"cuda_ipc"}), scenario)
 
