@@ -1,9 +1,9 @@
 """The sender's channels: at most one to each decode worker, opened when first used.
 
 Every channel opened to a peer has the next epoch. A channel that fails is closed and replaced at
-its next use; so is one of a worse kind when a better one may be tried again, as soon as those that
-use it are done, for whom new ones wait. channel_choice.py chooses the kinds to try; a choice other than the first, and its
-reason, is logged once per channel and counted. Knows no requests.
+its next use. One of a worse kind is replaced when a better one may be tried again: new users wait
+until the others are done with it. channel_choice.py chooses the kinds to try; a choice other than
+the first, and its reason, is logged once per channel and counted. Knows no requests.
 """
 
 import asyncio
