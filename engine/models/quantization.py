@@ -34,6 +34,7 @@ _KINDS = (
 )
 _DENSE = "use unquantized weights, or quantise them with model.quantization: fp8"
 _HEAD = "lm_head"
+_SCALE_OF_TILES = "weight_scale_inv"
 _PLAIN_NAME = re.compile(r"[\w.-]*")
 _MODELOPT_FILE = "hf_quant_config.json"
 _PACKED_BITS = 4
@@ -79,6 +80,14 @@ class Quantization:
         """Whether the linear map `module` (model.layers.0.mlp.down_proj) is quantised."""
         is_target = not self.targets or _names_module(self.targets, module)
         return is_target and not _names_module(self.ignored, module)
+
+    def name_read(self, name: str) -> str:
+        """The name that a tensor of a file is read under.
+
+        transformers 5 names the scale of a whole tensor as others name those of tiles.
+        """
+        has_one = self.packing is Packing.FP8 and self.tile_rows is None
+        return name.removesuffix("_inv") if has_one and name.endswith(_SCALE_OF_TILES) else name
 
 
 ONLINE_FP8 = Quantization(
@@ -171,7 +180,7 @@ def _fp8(section: ConfigFile) -> Quantization:
         packing=Packing.FP8,
         tile_rows=rows,
         tile_columns=columns,
-        scale_name="weight_scale_inv" if block else "weight_scale",
+        scale_name=_SCALE_OF_TILES if block else "weight_scale",
         quantizes_activations=True,
         ignored=(_HEAD, *_left_out(section, "modules_to_not_convert", "ignored_layers")),
     )

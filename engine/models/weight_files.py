@@ -235,6 +235,8 @@ def _check_tensor(path: Path, name: str, tensor: StoredTensor, needed: NeededTen
 def _whole_name(name: str, spec: ModelSpec) -> str:
     """The tensor's name in a model with a head; without one, the prefix may be left out."""
     name = name.removeprefix(spec.file_prefix)
+    if spec.quantization is not None:
+        name = spec.quantization.name_read(name)
     if spec.pooling is None or name == HEAD or name.startswith(BODY):
         return name
     return BODY + name
