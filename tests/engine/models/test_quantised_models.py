@@ -166,6 +166,16 @@ def test_the_scale_of_a_whole_tensor_has_two_names(ending: str, tmp_path: Path) 
             assert torch.equal(_matrix(weight), dense.data)
 
 
+def test_fbgemm_has_a_scale_an_output(tmp_path: Path) -> None:
+    """As Meta publishes Llama 3.1 405B: tensors as compressed-tensors has them."""
+    folder, stands_for = _folders(tmp_path, "ct-fp8-channel")
+    section = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    edit_config(folder, quantization_config=section | {"modules_to_not_convert": None})
+    for layer, expected in zip(_load(folder).layers, _load(stands_for).layers, strict=True):
+        for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), dense.data)
+
+
 def test_tensors_of_one_map_may_stand_in_two_files(tmp_path: Path) -> None:
     quantised, stands_for = _folders(tmp_path, "gptq-v2-order")
     tensors = load_file(quantised / "model.safetensors")
