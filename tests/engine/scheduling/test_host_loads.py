@@ -125,6 +125,7 @@ def test_nothing_is_loaded_for_a_request_that_could_not_enter(terms: BlockTerms 
     request = world.request("a")
     assert not world.is_awaited(request, 0.0, terms)
     assert not world.tier.loads
+    assert world.tier.num_finds == 0, "it asks at every step, and finding all takes long"
     enough = BlockTerms(num_spare_blocks=175, max_new_blocks=125)
     assert world.is_awaited(request, 0.0, enough), "it is asked again"
     assert world.loads.statistics().num_asked_blocks == 124
