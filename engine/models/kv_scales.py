@@ -173,7 +173,9 @@ def _check_scheme(folder: Path) -> None:
     """Raises ConfigError if the folder's scales are those of another format than e4m3."""
     config = ConfigFile.read(folder / "config.json")
     section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
-    scheme = None if section is None else section.section("kv_cache_scheme")
+    if section is None or section.is_text("kv_cache_scheme"):
+        return  # AutoFP8 writes "static", and e4m3 is all that it has
+    scheme = section.section("kv_cache_scheme")
     if scheme is None:
         return
     kind = scheme.text("type", "float"), scheme.integer("num_bits", 8)

@@ -185,13 +185,16 @@ def _left_out(section: ConfigFile, *keys: str) -> tuple[str, ...]:
     """Modules that are not converted; transformers reads every entry as an expression, too.
 
     One with a sign that no name has is an expression alone: from the name's beginning to the end of
-    a component.
+    a component. A name may end in the dot that separates it from its parts (model.layers.0.).
     """
     end = r"(?:(?<=\.)|(?=\.|$))"
-    return tuple(
-        name if name.startswith("re:") or _PLAIN_NAME.fullmatch(name) else f"re:(?:{name}){end}"
-        for name in _names(section, *keys)
-    )
+
+    def entry(name: str) -> str:
+        if name.startswith("re:"):
+            return name
+        return name.strip(".") if _PLAIN_NAME.fullmatch(name) else f"re:(?:{name}){end}"
+
+    return tuple(map(entry, _names(section, *keys)))
 
 
 # ---- compressed-tensors --------------------------------------------------------------------------
@@ -368,8 +371,8 @@ def _gptq(section: ConfigFile) -> Quantization:
         raise section.error(
             "checkpoint_format", f"{checkpoint!r} is not supported; supported: gptq, gptq_v2"
         )
-    if section.section("dynamic") is not None:
-        raise section.error("dynamic", "is not supported: one scheme for all modules")
+    if section.text("rotation", ""):
+        raise section.error("rotation", f"{section.text('rotation')!r} of inputs is not supported")
     if section.flag("lm_head", False):
         raise section.error(_HEAD, "true is not supported: only layers' maps may be quantised")
     return Quantization(
@@ -379,8 +382,31 @@ def _gptq(section: ConfigFile) -> Quantization:
         has_zero_points=True,
         zero_offset=1 if checkpoint == "gptq" else 0,
         must_have_order=section.flag("desc_act", False),
-        ignored=(_HEAD, *_left_out(section, "modules_to_not_convert")),
+        targets=_in_blocks(section),
+        ignored=(
+            _HEAD,
+            *_left_out(section, "modules_to_not_convert"),
+            *_left_out_dynamically(section),
+        ),
     )
+
+
+def _left_out_dynamically(section: ConfigFile) -> tuple[str, ...]:
+    """GPTQModel's `dynamic`: expressions, of which those after "-:" are of unquantised modules."""
+    dynamic = section.section("dynamic")
+    expressions = () if dynamic is None else tuple(dynamic.keys)
+    for expression in expressions:
+        if not expression.startswith("-:"):
+            raise section.error(
+                "dynamic", f"has {expression!r}: one scheme for all modules is supported, and -:"
+            )
+    return tuple("re:" + expression.removeprefix("-:") for expression in expressions)
+
+
+def _in_blocks(section: ConfigFile) -> tuple[str, ...]:
+    """`modules_in_block_to_quantize`, a list of names within a layer or of lists of them."""
+    key = "modules_in_block_to_quantize"
+    return section.texts(key, may_be_nested=True) or ()
 
 
 # ---- modelopt ------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class Scheduler:
             num_blocks=cache.num_blocks,
             max_rows=config.max_num_seqs,
             order=self._prompts.order,
+            max_long_wait_s=laps.max_long_wait_s,
         )
         self._in_flight = StepsInFlight()
         self._counters = SchedulerCounters()
