@@ -59,6 +59,7 @@ class StepRoom:
     num_held_rows: int = 0  # that it would decode too, were they not held for drafts
     # Sizes that a step with prompts is padded to, ascending; () = none is.
     prompt_graph_tokens: Sequence[int] = ()
+    max_prompt_step_s: float | None = None  # of a step with prompts; None = no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +253,7 @@ class Drafting:
             work=room.work,
             draft_pass_s=pass_s,
             max_draft_tokens=room.max_tokens,
+            max_step_s=room.max_prompt_step_s if has_prompts else None,
             is_short_waiting=room.is_short_waiting,
             graph_tokens=room.prompt_graph_tokens if has_prompts else self._graph_tokens,
             num_plain_rows=len(requests) + room.num_held_rows,
@@ -315,15 +317,15 @@ class Drafting:
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
-    def _nums_going_on(
-        self, decodes: Sequence[Request], planned: PlannedDrafts
-    ) -> dict[int, int]:
+    def _nums_going_on(self, decodes: Sequence[Request], planned: PlannedDrafts) -> dict[int, int]:
         """Index of each request in `guessed` -> tokens that the step just planned gives it at most.
 
         0 = it may not have drafts behind these: it has none in this step, and its drafter needs
         some there, or knows none, or it is not its turn to have any.
         """
-        nums = {i: 1 + len(planned.drafts[i]) if i in planned.drafts else 0 for i in planned.guessed}
+        nums = {
+            i: 1 + len(planned.drafts[i]) if i in planned.drafts else 0 for i in planned.guessed
+        }
         if self._policy is None or self.drafter is None or not self.drafter.resumes_ahead:
             return nums
         without = [i for i, num in nums.items() if num == 0]

@@ -402,6 +402,7 @@ class Scheduler:
             num_held_rows=self._in_flight.num_held_rows,
             max_model_len=self._finish_rules.max_model_len,
             prompt_graph_tokens=self._prompts.graph_token_sizes,
+            max_prompt_step_s=budget.max_step_s,
         )
         drafts = yield from self.drafting.planning(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:

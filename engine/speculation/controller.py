@@ -241,7 +241,7 @@ def _plain_rate(offer: StepOffer, costs: StepCosts) -> float:
 
 
 def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float:
-    limit_s = float("inf") if offer.max_step_s is None else offer.max_step_s
+    limit_s = float("inf") if offer.max_step_s is None else max(offer.max_step_s, plain_s)
     return min(limit_s, plain_s * (1 + rules.short_slack)) if offer.is_short_waiting else limit_s
 
 

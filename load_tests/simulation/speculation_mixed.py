@@ -2,17 +2,18 @@
 
     python -m load_tests.simulation.speculation_mixed --rates 16 24
 
-Arrivals of `load_tests.mixed_load`, as `load_tests.lab.bench_mixed --accepted 3:2.5` has them. Real:
-`EngineCore`, `Scheduler` with its length-aware queue, `Drafting`, the controller, the fitted costs.
-Virtual: time. A step takes what `load_tests.simulation.speculation` says of its tokens, padded to
-the graph that it replays, and of the rows that decode; prompts' attention as `engine.cost_model`
-has it; and with drafts and no prompt besides what it took more on an H200. The host takes longer to
-launch a step with drafts, too.
+Arrivals as `load_tests.lab.bench_mixed --accepted 3:2.5` has them. Real: `EngineCore`, `Scheduler`
+with its length-aware queue, `Drafting`, the controller, the fitted costs. Virtual: time. A step
+takes what `load_tests.simulation.speculation` says of its tokens, padded to the graph that it
+replays, and of the rows that decode. Besides, prompts have their attention by the costs' prior, and
+steps with drafts and no prompt what these took more on an H200. The host launches steps with drafts
+more slowly, too. That steps with more lines of logits than their graph has replay none costs
+nothing here.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,8 +31,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import SpeculationController
 from engine.speculation.drafter import DraftPolicy
 from engine.speculation.rules import SpeculationRules
-from load_tests.mixed_load import Arrival, MixedLoad, Served, Stamps
-from load_tests.mixed_report import quantiles_ms
+from load_tests.mixed_load import WARM_UP_SEED, Arrival, MixedLoad, Served, Stamps
+from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, NoHasher
 from load_tests.simulation.speculation import geometric, plain_samples, step_s
 from load_tests.simulation.speculation_batch import LookedUp, verified_s
@@ -48,8 +49,8 @@ from load_tests.tables import render_rows
 MAX_ROWS, MAX_TOKENS, NUM_BLOCKS = 256, 8192, 18_000
 _MAX_GRAPH_TOKENS = 1024
 # Beyond a plain step's, the host's part of one with drafts: 1.9 ms in all at one row, 2.2 at 16.
-DRAFTS_HOST_S = 1.3e-3
-FIGURES = ("short_ttft_p50_ms", "short_ttft_p90_ms", "long_ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
+_DRAFTS_HOST_S = 1.3e-3
+_WARM_UP_S = 5.0
 
 
 class MixedDevice:
@@ -67,7 +68,7 @@ class MixedDevice:
     def launch(self, plan: StepPlan) -> VirtualStep:
         start_s = max(self._clock.now_s(), self._free_s)
         drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
-        self._clock.advance(LAUNCH_S + (DRAFTS_HOST_S if any(drafts.values()) else 0.0))
+        self._clock.advance(LAUNCH_S + (_DRAFTS_HOST_S if any(drafts.values()) else 0.0))
         self._free_s = max(self._clock.now_s(), self._free_s) + self._seconds(plan, drafts)
         tokens = [
             [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
@@ -102,14 +103,6 @@ class MixedDevice:
 
     def _num_accepted(self, num_drafts: int) -> int:
         return geometric(float(self._rng.random()), self._acceptance, num_drafts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What became of a load, and tokens of a row in a step with drafts."""
-
-    served: list[Served]
-    accepted_length: float | None
 
 
 class MixedEngine:
@@ -180,20 +173,43 @@ def _scheduler(
 
 
 def figures(
-    rate: float,
+    load: MixedLoad,
     acceptance: float | None,
-    *,
-    rules: SpeculationRules,
-    duration_s: float,
     seeds: Sequence[int],
+    rules: SpeculationRules | None = None,
     laps: ResolvedLaps | None = None,
 ) -> dict[str, float]:
-    """Of all seeds' requests together; acceptance None = without drafts."""
+    """Of all seeds' requests together, by the names of `COLUMNS`; acceptance None = no drafts."""
     served: list[Served] = []
     for seed in seeds:
-        policy = None if acceptance is None else SpeculationController(rules)
+        policy = None if acceptance is None else SpeculationController(rules or SpeculationRules())
         given = laps or ResolvedLaps(queue="laps")
         engine = MixedEngine(policy, acceptance or 0.0, laps=given, seed=seed)
-        engine.serve(MixedLoad(rate=rate, duration_s=5.0, seed=1_000_003))
-        served += engine.serve(MixedLoad(rate=rate, duration_s=duration_s, seed=seed))
+        engine.serve(replace(load, seed=WARM_UP_SEED, duration_s=_WARM_UP_S))
+        served += engine.serve(replace(load, seed=seed))
     return dict(quantiles_ms(served))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rates", type=float, nargs="+", default=[16.0, 24.0], help="requests/s")
+    parser.add_argument("--acceptances", type=float, nargs="+", default=[0.69])
+    parser.add_argument("--max-drafts", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    args = parser.parse_args()
+    rules = SpeculationRules(max_drafts=args.max_drafts, first_drafts=min(4, args.max_drafts))
+    table = [["rate /s", "accepted", *COLUMNS.values()]]
+    for rate in args.rates:
+        load = MixedLoad(rate=rate, duration_s=args.duration_s, seed=0)
+        for acceptance in (None, *args.acceptances):
+            found = figures(load, acceptance, args.seeds, rules)
+            shown = "no drafts" if acceptance is None else f"{acceptance:g}"
+            numbers = [f"{found[name]:,.1f}" for name in COLUMNS]
+            table.append([f"{rate:g}", shown, *numbers])
+    print("times in ms\n")
+    print(render_rows(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from configs.resolved import ResolvedLaps
 from engine.cost_model import StepCosts
 from engine.request import Request
 from engine.scheduling.drafting import Drafting
@@ -202,10 +203,11 @@ class _Offered(FixedDrafts):
         return super().plan(offer, costs)
 
 
-def test_drafts_beside_a_prompt_are_offered_its_graph_with_its_padding_and_its_lines() -> None:
+def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left() -> None:
     policy = _Offered(7)
     drafting = Drafting(_guesser(), policy, holds=False, graph_tokens=(2, 4, 8))
-    replica = Replica(max_num_batched_tokens=32, graph_token_sizes=(8, 16), drafting=drafting)
+    given = {"graph_token_sizes": (8, 16), "laps": ResolvedLaps(queue="laps")}
+    replica = Replica(max_num_batched_tokens=32, drafting=drafting, **given)
     replica.add("a", prompt_of(3), params=params_of(30))
     for _ in range(2):
         replica.step()
@@ -214,6 +216,7 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_with_its_padding_and_its_l
     alone, beside = policy.offers
     assert (alone.graph_tokens, alone.max_draft_tokens) == ((2, 4, 8), 31)
     assert (beside.graph_tokens, beside.max_draft_tokens) == ((8, 16), 4 - 2)  # of four lines
+    assert (alone.max_step_s, beside.max_step_s) == (None, 0.05)
     replica.add("c", prompt_of(18, 2), params=params_of(2))
     replica.step()
     assert policy.offers[-1].max_draft_tokens == 32 - 2 - 18  # no graph holds such a step
