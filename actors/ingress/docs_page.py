@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } summary { cursor: pointer; padding: .4rem 0 }
+h1 { font-size: 1.5rem } a { color: inherit } summary { cursor: pointer; padding: .4rem 0 }
 details { border-top: 1px solid #ccc } table { border-collapse: collapse; margin: .5rem 0 1rem }
 td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top }
 code { font-family: ui-monospace, monospace } .method { display: inline-block; width: 4.5rem }
@@ -27,7 +27,7 @@ code { font-family: ui-monospace, monospace } .method { display: inline-block; w
 
 @cache
 def docs_page() -> str:
-    """The page, made once."""
+    """The page, made once: every path, then the structures that bodies are made of."""
     document = msgspec.json.decode(build_openapi("LAPS engine", VERSION))
     schemas = document["components"]["schemas"]
     rows = [
@@ -45,6 +45,8 @@ def docs_page() -> str:
             '<p>Made from <a href="openapi.json"><code>openapi.json</code></a>. Fields in bold are'
             " required; the others may be left out or null.</p>",
             *rows,
+            "<h2>Structures</h2>",
+            *(line for name in sorted(schemas) for line in _structure(name, schemas)),
             "</body></html>",
         ]
     )
@@ -57,38 +59,50 @@ def _operation(method: str, path: str, operation: Json, schemas: Json) -> Iterat
     body = operation.get("requestBody")
     if body is not None:
         yield "<h4>Request</h4>"
-        yield from _fields(body["content"]["application/json"]["schema"], schemas)
+        yield from _fields(_name(body["content"]["application/json"]["schema"]), schemas)
     answer = operation["responses"]["200"].get("content", {}).get("application/json")
     if answer is not None:
         kinds = answer["schema"].get("anyOf", [answer["schema"]])
         for kind in kinds:
             yield "<h4>Answer</h4>" if len(kinds) == 1 else f"<h4>Answer: {_kind(kind)}</h4>"
-            yield from _fields(kind, schemas)
+            yield from _fields(_name(kind), schemas)
     yield "</details>"
 
 
-def _fields(schema: Json, schemas: Json) -> Iterator[str]:
-    """A table of a structure's fields."""
-    structure = schemas[schema["$ref"].rpartition("/")[2]]
-    required = structure.get("required", [])
+def _structure(name: str, schemas: Json) -> Iterator[str]:
+    """A structure under its name, to which the fields of that type lead."""
+    yield f'<h4 id="{escape(name)}">{escape(name)}</h4>'
+    yield from _fields(name, schemas)
+
+
+def _fields(structure: str, schemas: Json) -> Iterator[str]:
+    """A table of a structure's fields, the required ones first."""
+    schema = schemas[structure]
+    fields, required = schema.get("properties", {}), schema.get("required", [])
     yield "<table>"
-    for name, field in structure.get("properties", {}).items():
+    for name in sorted(fields, key=lambda name: name not in required):
         shown = f"<code>{escape(name)}</code>"
         bold = f"<b>{shown}</b>" if name in required else shown
-        yield f"<tr><td>{bold}</td><td>{escape(_kind(field))}</td></tr>"
+        yield f"<tr><td>{bold}</td><td>{_kind(fields[name])}</td></tr>"
     yield "</table>"
 
 
+def _name(schema: Json) -> str:
+    """The structure that a reference names."""
+    return str(schema["$ref"].rpartition("/")[2])
+
+
 def _kind(field: Json) -> str:
-    """The type of a field in words."""
+    """The type of a field in words, as HTML."""
     if "$ref" in field:
-        return str(field["$ref"].rpartition("/")[2])
+        name = escape(_name(field))
+        return f'<a href="#{name}">{name}</a>'
     if "anyOf" in field:
         kinds = [_kind(option) for option in field["anyOf"]]
         return " or ".join(kind for kind in kinds if kind != "null")
     if "enum" in field:
-        return " or ".join(f'"{value}"' for value in field["enum"])
-    kind = str(field.get("type", "any JSON"))
+        return " or ".join(escape(f'"{value}"') for value in field["enum"])
+    kind = escape(str(field.get("type", "any JSON")))
     if kind == "array" and isinstance(field.get("items"), Mapping) and field["items"]:
         return f"array of {_kind(field['items'])}"
     return kind

@@ -1,5 +1,6 @@
 """Routes that clients of other servers look for."""
 
+import re
 from typing import Any
 
 import httpx
@@ -100,6 +101,16 @@ def test_the_documentation_loads_nothing_and_names_every_path() -> None:
     assert "http" not in page.text.replace('lang="en"', "")
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "max_output_tokens"):
         assert path in page.text
+
+
+def test_the_documentation_shows_every_structure_that_it_names() -> None:
+    page = ask("GET", "/docs").text
+    named = set(re.findall(r'href="#(\w+)"', page))
+    assert {"Message", "StreamOptions", "ToolCall"} <= named
+    assert named <= set(re.findall(r'id="(\w+)"', page))
+    (completion,) = re.findall(r'id="CompletionBody">.*?<table>(.*?)</table>', page, re.DOTALL)
+    fields = re.findall(r"<code>(\w+)</code>", completion)
+    assert fields[0] == "prompt", "required fields come first"
 
 
 def test_pages_of_known_origins_may_ask() -> None:
