@@ -396,13 +396,14 @@ def _gptq(section: ConfigFile) -> Quantization:
         raise section.error("rotation", f"{section.text('rotation')!r} of inputs is not supported")
     if section.flag("lm_head", False):
         raise section.error(_HEAD, "true is not supported: only layers' maps may be quantised")
+    group = _group_size(section)
     return Quantization(
         packing=Packing.GPTQ,
         tile_rows=1,
-        tile_columns=_group_size(section),
+        tile_columns=group,
         has_zero_points=True,
         zero_offset=1 if checkpoint == "gptq" else 0,
-        must_have_order=section.flag("desc_act", False),
+        must_have_order=section.flag("desc_act", False) and group is not None,
         targets=_in_blocks(section),
         ignored=(
             _HEAD,

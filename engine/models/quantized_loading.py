@@ -183,7 +183,9 @@ class QuantizedStack:
         """The order of inputs in which groups are adjacent. Raises ConfigError if there is none."""
         columns, num_columns = self.scales.columns, self._num_columns
         groups = groups.to(torch.int64)
-        first = part.portion.parts[Axis.IN].start // columns
+        # Of one group of all inputs every rank has a part.
+        has_one = self.quantization.tile_columns is None
+        first = 0 if has_one else part.portion.parts[Axis.IN].start // columns
         order = torch.argsort(groups, stable=True)
         expected = first + torch.arange(num_columns, device=groups.device) // columns
         if not torch.equal(groups[order], expected):

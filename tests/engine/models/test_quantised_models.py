@@ -221,6 +221,7 @@ def test_biases_of_zeros_that_gptq_writers_add_are_left_out(tmp_path: Path) -> N
 
 
 SHARED_FORMS = ("fp8-tensor", "ct-fp8-channel", "ct-fp8-block", "ct-int4-32", "gptq-v2-order")
+SHARED_FORMS += ("gptq-channel",)
 
 
 @pytest.mark.parametrize("form", [*SHARED_FORMS, "ct-int4-order"])
@@ -235,6 +236,15 @@ def test_ranks_hold_their_shares_with_the_scales(form: str, num_ranks: int, tmp_
         for layer, expected in zip(ours.layers, theirs.layers, strict=True):
             for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
                 assert torch.equal(_matrix(weight), dense.data)
+
+
+def test_one_group_of_all_inputs_has_no_order(tmp_path: Path) -> None:
+    """Whatever desc_act says, ranks share the numbers as they are."""
+    folder, stands_for = _folders(tmp_path, "gptq-channel")
+    _reconfigure(folder, desc_act=True)
+    weight = _load(folder, rank=Rank(1, 2)).layers[0].down
+    assert weight.scales is not None, "it is not made a matrix"
+    assert torch.equal(_matrix(weight), _load(stands_for, rank=Rank(1, 2)).layers[0].down.data)
 
 
 @pytest.mark.parametrize(
