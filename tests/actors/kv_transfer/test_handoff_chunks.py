@@ -258,7 +258,7 @@ class TestPreemption:
 
 def _random_history(seed: int, **classes: type) -> None:
     rng = random.Random(seed)
-    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel"]
+    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel", "fail_write"]
     faults = Faults(**{kind: {n for n in range(40) if rng.random() < 0.03} for kind in kinds})
 
     async def one(world: World, number: int, ended: set[RequestKey]) -> None:
@@ -288,7 +288,8 @@ def _random_history(seed: int, **classes: type) -> None:
             world.receiver.on_step()
         elif request.key not in ended:
             assert world.failures[request.key].retryable
-            assert len(faults.drop | faults.corrupt | faults.lose_reply | faults.break_channel) > 1
+            pieces = faults.drop | faults.corrupt | faults.lose_reply | faults.break_channel
+            assert len(pieces) + len(faults.fail_write) > 1
 
     async def scenario(world: World) -> None:
         ended: set[RequestKey] = set()

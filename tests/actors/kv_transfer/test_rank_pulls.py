@@ -67,13 +67,23 @@ class Pulls:
         """By a channel of its own."""
         channel = await self.open()
         try:
-            assert channel.claim(0)
-            num_bytes = len(from_ids) * self.sender.whole.block_bytes
-            data = await channel.receive(0, num_bytes, [from_ids], to_ids)
-            piece = StagedPiece(data=data, digests=digests)
-            return await self.receiver.pieces.write(to_ids, piece)
+            return await self.pull_by(channel, from_ids, to_ids, digests)
         finally:
             await channel.close()
+
+    async def pull_by(
+        self,
+        channel: CudaIpcReceiver[Any],
+        from_ids: list[int],
+        to_ids: list[int],
+        digests: list[int],
+    ) -> bool:
+        """The first piece of a channel."""
+        assert channel.claim(0)
+        num_bytes = len(from_ids) * self.sender.whole.block_bytes
+        data = await channel.receive(0, num_bytes, [from_ids], to_ids)
+        piece = StagedPiece(data=data, digests=digests)
+        return await self.receiver.pieces.write(to_ids, piece)
 
     def _work(self, rank: int) -> Callable[[bytes], bytes]:
         def work(data: bytes) -> bytes:

@@ -4,9 +4,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +192,55 @@ def test_no_history_of_several_workers_loses_or_doubles_a_block(name: str, seed:
 
 
 # ---- other processes ----------------------------------------------------------------------------
+
+
+class _Death(BaseException):
+    """Of a process: what it held is free, and nothing of it runs any more."""
+
+
+def _die_at_line(number: int, act: Callable[[], object]) -> bool:
+    """Whether `act` ran so many lines of the arena's code, and died there."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename != arena_module.__file__:
+            return None
+        num_lines += event == "line"
+        if num_lines == number:
+            raise _Death
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except _Death:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_who_dies_anywhere_in_publishing_leaves_blocks_that_are_found_or_free(name: str) -> None:
+    heir = open_arena(name)
+    number, is_dead = 0, True
+    while is_dead:
+        number += 1
+        arena = open_arena(name)
+        numbers = range(3 * number, 3 * number + 3)
+        slots = arena.take(len(numbers))
+        names = [name_of(i) for i in numbers]
+        for slot, block_name in zip(slots, names, strict=True):
+            arena.blocks[slot] = list(content_of(block_name))
+        digests = [digest_of(content_of(block_name)) for block_name in names]
+        is_dead = _die_at_line(number, partial(arena.publish, slots, names, digests))
+        arena._file.leave()
+        assert all(heir.num_found([block_name]) for block_name in heir.hashes())
+    assert number > 100
+    assert _check_stored(heir) == heir.terms().num_ready
+    assert len(heir.take(heir.num_blocks)) == heir.num_blocks
+    heir.close()
 
 
 @contextmanager
