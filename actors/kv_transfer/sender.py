@@ -270,7 +270,6 @@ class HandoffSender:
         the failure is reported when its last block would have been sent.
         """
         started = handoff.started
-        logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
         if not isinstance(error, DeclinedError):  # else it lives, and its connection is kept
             self._links.forget_peer(started.decode_worker)
         if await self._tell(handoff, error.message) == "committed":
@@ -281,6 +280,8 @@ class HandoffSender:
         except EndedError:
             self._counts["ended"] += 1
             return None
+        # Not before: a request that ended is often cancelled at the decode worker first.
+        logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
         self._failures[handoff.phase] += 1
         if started.deadline_s is not None and self._clock.now_s() >= started.deadline_s:
             return FailureRecord(
