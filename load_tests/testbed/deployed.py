@@ -277,6 +277,11 @@ def arena_name(worker: Any) -> str | None:
     return None if tier is None else str(tier._arena.name)
 
 
+def num_cached_blocks(worker: Any) -> int:
+    """Of a worker that runs nothing, for `call_in_workers`."""
+    return int(worker._host.engine.cache.num_cached_idle)
+
+
 def count_tasks(_: object) -> int:
     """Unfinished tasks on all event loops of the ingress, but for those of its links to workers.
 

@@ -1,11 +1,9 @@
 """Length-aware placement in a whole application: pools, prefixes found again, `/laps_status`."""
 
-from typing import Any
-
 import httpx
 import pytest
 
-from load_tests.testbed.deployed import PATIENCE_S, Application, wait_until
+from load_tests.testbed.deployed import PATIENCE_S, Application, num_cached_blocks, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -15,11 +13,6 @@ def _status(application: Application) -> dict[str, object]:
     assert response.status_code == 200, response.text
     status: dict[str, object] = response.json()
     return status
-
-
-def num_cached_blocks(worker: Any) -> int:
-    """Of a worker that runs nothing, for `call_in_workers`."""
-    return int(worker._host.engine.cache.num_cached_idle)
 
 
 def test_the_status_names_every_worker_and_its_pool(disaggregated: Application) -> None:
