@@ -100,7 +100,8 @@ class SchedulerConfig(_Section, frozen=True):
     unreserved_share: Share = 0.25
     # Kept of a worker's blocks and rows for requests of at most laps_length_threshold tokens, those
     # of their answers so far included; longer ones are preempted for them, the newest first. It is
-    # rounded down to whole blocks (none in a cache of fewer than 1 / share), up to rows; 0 = off.
+    # rounded down to whole blocks (none in a cache of fewer than 1 / share), up to rows. 0 = off:
+    # with laps.queue laps, prompts that go first may then keep a long one from its blocks for good.
     short_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05
     # Step n + 1 is planned and launched while step n computes; None = on a GPU, not on a CPU.
     overlap: bool | None = None

@@ -35,7 +35,7 @@ from actors.openai.request_bodies import (
     decode_body,
     is_given,
 )
-from actors.openai.request_rules import check_length, missing, unknown_kind
+from actors.openai.request_rules import check_length, missing, refused_as, unknown_kind
 from actors.openai.served_model import ServedModel, check_model
 from actors.openai.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
@@ -43,6 +43,12 @@ from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 
 MAX_MESSAGES = 4096
+# Field of a chat -> the field that it was made of.
+_SOURCES = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
@@ -70,7 +76,8 @@ def parse_messages(
         response_format=_read_format(config.format if config is not None else asked.output_format),
         chat_template_kwargs=_variables(asked) | (asked.chat_template_kwargs or {}),
     )
-    return replace(read_chat(chat, limits, model, new_seed), shape=MessagesShape())
+    with refused_as(_SOURCES):
+        return replace(read_chat(chat, limits, model, new_seed), shape=MessagesShape())
 
 
 def parse_count_tokens(body: bytes, model: ServedModel) -> TokenizeRequest:
@@ -78,8 +85,9 @@ def parse_count_tokens(body: bytes, model: ServedModel) -> TokenizeRequest:
     asked = decode_body(body, CountBody)
     check_model(asked.model, model)
     chat = _as_chat(asked, chat_template_kwargs=_variables(asked))
-    tools = read_tool_use(chat, model, None)
-    return read_chat_prompt(chat, model, None if tools is None else tools.definitions)
+    with refused_as(_SOURCES):
+        tools = read_tool_use(chat, model, None)
+        return read_chat_prompt(chat, model, None if tools is None else tools.definitions)
 
 
 def _check_is_whole(asked: MessagesBody) -> None:
@@ -98,14 +106,21 @@ def _check_is_whole(asked: MessagesBody) -> None:
 def _as_chat(asked: CountBody, **options: object) -> ChatBody:
     check_length("messages", len(asked.messages), MAX_MESSAGES)
     choice = asked.tool_choice
+    messages = [*_read_system(asked), *_read_messages(asked.messages)]
     fields: dict[str, object] = {
         "model": asked.model,
-        "messages": [*_read_system(asked), *_read_messages(asked.messages)],
+        "messages": messages,
+        "continue_final_message": _is_begun_answer(messages[-1]),
         "tools": _read_tools(asked.tools),
         "tool_choice": _read_choice(choice),
         "parallel_tool_calls": not (choice is not None and choice.disable_parallel_tool_use),
     }
     return ChatBody(**fields, **options)  # type: ignore[arg-type] # checked by the structs they are of
+
+
+def _is_begun_answer(last: Message) -> bool:
+    """Whether the last message is text of the assistant, in which the answer then goes on."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _variables(asked: CountBody) -> dict[str, Scalar]:

@@ -17,6 +17,7 @@ from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from actors.anthropic.errors import reply_at
 from actors.anthropic.objects import TokenCount
@@ -60,8 +61,7 @@ from engine.text.chat_template import describe_tokenizer
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
-# Refused before the whole body has come: the connection cannot be used again.
-BODY_LEFT_UNREAD = (408, 413)
+BODY_STANDS_STILL = 408
 CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -142,6 +142,7 @@ class Api:
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
+        app.add_exception_handler(ClientDisconnect, self._on_error)
         app.add_exception_handler(StarletteHTTPException, self._on_http_error)
         app.add_middleware(StoppingGate, stopping=self._edge.stopping)
         app.add_middleware(
@@ -338,7 +339,8 @@ class Api:
 
     async def _on_error(self, request: Request, error: Exception) -> Response:
         """Answers with OpenAI's error object, for any error before the first byte."""
-        if isinstance(error, TaskCancelledError):  # Serve raises it when the client has left
+        # The client has left: Serve raises the first, and reading the rest of a body the second.
+        if isinstance(error, TaskCancelledError | ClientDisconnect):
             self._metrics.count_disconnected()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reply = reply_at(request.url.path, error)
@@ -346,7 +348,9 @@ class Api:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
         headers = reply.headers | (error.headers if isinstance(error, RateLimitError) else {})
-        if reply.status in BODY_LEFT_UNREAD:
+        # A body that is too long goes on coming, and the server drops it: a client whose connection
+        # is closed while it sends may lose the answer.
+        if reply.status == BODY_STANDS_STILL:
             headers |= CLOSE
         return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 

@@ -223,7 +223,7 @@ def _linking(config: AppConfig, namespace: str, name: str, pieces: KvPieces) -> 
     )
     # A wire meets its other end within a deadline, and connects within another.
     timeout_s = 2 * config.handoff.transfer_deadline_s + RENDEZVOUS_RPC_S
-    return Linking(wires=wires, ask=RankCalls(namespace, timeout_s).ask, reader=name)
+    return Linking(wires=wires, find=RankCalls(namespace, timeout_s).find, reader=name)
 
 
 def _pieces(host: EngineHost, engine: Engine) -> Pieces:

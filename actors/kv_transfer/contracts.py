@@ -92,6 +92,10 @@ OutgoingData = PieceBytes | StoredBlocks
 IncomingData = PieceBytes | ArrivedBlocks
 
 
+class DeclinedError(HandoffError):
+    """The decode worker does not take a request, or not any more, and is reached as before."""
+
+
 class UnfitError(HandoffError):
     """A kind of channel cannot connect two workers: another host, no GPU, too slow.
 
@@ -155,7 +159,8 @@ class PieceStore(Protocol):
         """Overwrites the blocks; returns False if the digests differ.
 
         Their content is undefined then. Host memory is checked first and not written, but for
-        several ranks; `ArrivedBlocks` are checked in place.
+        several ranks; `ArrivedBlocks` are checked in place. Raises HandoffError if a rank cannot
+        get its part of the piece, or does not end its steps in time.
         """
         ...
 

@@ -33,7 +33,8 @@ from engine.errors import HandoffError, WorkerError
 from engine.kv.layout import KvPart
 from engine.messages import ChannelKind
 
-Ask = Callable[[str, bytes], Callable[[], Any]]  # actor, order -> what waits for its answer
+AskRank = Callable[[bytes], Callable[[], Any]]  # order -> what waits for its answer
+FindRank = Callable[[str], AskRank]  # the actor that has this name now
 
 
 class Giver(msgspec.Struct, frozen=True):
@@ -163,7 +164,8 @@ class HeadGiver:
         self._pieces = pieces
         self._wires = wires
         self._open: dict[str, tuple[str, Wire]] = {}  # key -> its reader, and the wire
-        self._changing = threading.Lock()  # of `_open`; nothing waits for a wire with it
+        self._newest: dict[str, int] = {}  # reader -> the epoch of the last wire it asked for
+        self._changing = threading.Lock()  # of both; nothing waits for a wire with it
 
     def do(self, order: bytes) -> PieceBytes | None:
         """Does what a rank of a receiver asks. Raises HandoffError, WorkerError."""
@@ -172,7 +174,7 @@ class HeadGiver:
                 given: PieceBytes = self._read(heads, torch.device("cpu")).view(-1).numpy()
                 return given
             case OpenWire(kind, epoch, key, reader):
-                self._close_those_of(reader)
+                self._close_older(reader, epoch)
                 wire = self._wires.opened(kind, epoch, key, SENDER_RANK)
                 with self._changing:
                     self._open[key] = reader, wire
@@ -210,8 +212,13 @@ class HeadGiver:
         if found is not None:
             found[1].close()
 
-    def _close_those_of(self, reader: str) -> None:
+    def _close_older(self, reader: str, epoch: int) -> None:
+        """Raises HandoffError if it is the older one: its order came late."""
         with self._changing:
+            newest = self._newest.get(reader, 0)
+            if epoch <= newest:
+                raise HandoffError(f"epoch {epoch} is not newer than {newest}")
+            self._newest[reader] = epoch
             keys = [key for key, (whose, _) in self._open.items() if whose == reader]
         for key in keys:
             self._close(key)
@@ -220,9 +227,7 @@ class HeadGiver:
 class HeadLink:
     """From one rank of the sender to this one; called from any thread."""
 
-    def __init__(
-        self, part: KvPart, pieces: KvPieces, ask: Callable[[bytes], Callable[[], Any]]
-    ) -> None:
+    def __init__(self, part: KvPart, pieces: KvPieces, ask: AskRank) -> None:
         """part: the heads that both have. pieces: of this rank's store. ask: that rank."""
         self.part = part
         self._pieces = pieces
@@ -232,13 +237,21 @@ class HeadLink:
         self._turn = threading.Lock()
 
     def open(self, wires: Wires, kind: ChannelKind, epoch: int, key: str, reader: str) -> None:
-        """Opens both ends of a wire. Raises HandoffError, WorkerError."""
+        """Opens both ends of a wire. Raises UnfitError, HandoffError, WorkerError."""
         self._key = key
         theirs = self._order(OpenWire(kind, epoch, key, reader))
         try:
             self._wire = wires.opened(kind, epoch, key, RECEIVER_RANK)
-        finally:
-            theirs()  # or it could open after it was closed
+        except WorkerError as error:
+            try:
+                theirs()  # or it could open after it was closed
+            except UnfitError:
+                raise
+            except WorkerError as other:
+                both = f"{error.message}; the other end: {other.message}"
+                raise HandoffError(both) from error
+            raise
+        theirs()
 
     def fetch(self, block_ids: list[int]) -> Tensor:
         """[n, *block_shape] of the part, on the device of the store. Raises HandoffError."""

@@ -21,7 +21,6 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -34,7 +33,7 @@ from actors.kv_transfer.channels.rank_ipc import MapStore, RankOffer, RanksOffer
 from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_links import (
-    Ask,
+    FindRank,
     Giver,
     GiversOffer,
     HeadLink,
@@ -95,7 +94,7 @@ class Linking:
     """How a rank links to others."""
 
     wires: Wires
-    ask: Ask
+    find: FindRank
     reader: str  # the name of this rank's actor
 
 
@@ -148,8 +147,8 @@ class RankPuller:
         linking, links = self._linking, list[HeadLink]()
         try:
             for giver in self._one_of_each(order.offer.ranks):
-                ask = partial(linking.ask, giver.actor)
-                links.append(HeadLink(_common(giver.part, self._part), self._pieces, ask))
+                common, ask = _common(giver.part, self._part), linking.find(giver.actor)
+                links.append(HeadLink(common, self._pieces, ask))
                 if order.kind != "object_store":
                     key = f"{order.key}{giver.part.first_head}-{self._index}/"
                     wires, reader = linking.wires, linking.reader

@@ -298,23 +298,30 @@ class HandoffReceiver:
         self, pair: _Pair, header: PieceHeader, leave: BlockWrite, data: IncomingData
     ) -> PieceReply:
         is_verified = False
+        failure: HandoffError | None = None
         piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=header.digests)
         try:
             if leave.block_ids:
                 is_verified = await self._store.write(leave.block_ids, piece)
             else:
                 is_verified = not piece.digests
+        except HandoffError as error:  # of this piece alone: others came in the same call
+            failure = error
         finally:
             reply = await self._engine.call(
                 partial(self._end, header, leave, is_verified=is_verified)
             )
+        if reply.outcome == "failed":
+            self.on_step()  # it may have been the last write of an orphan
+        if failure is not None:
+            self._break(pair)
+            return self._failed("channel", failure.message, is_retryable=reply.is_retryable)
         if not is_verified:
             logger.error("%s: a piece from %s has wrong digests", header.key, header.sender)
             self._failures["digest"] += 1
             self._break(pair)
         elif reply.outcome == "failed":
             self._failures["reservation"] += 1
-            self.on_step()  # likewise
         else:
             self._counts["pieces"] += 1
             self._counts["bytes"] += data.nbytes

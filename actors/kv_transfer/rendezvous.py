@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from actors.kv_transfer.contracts import UnfitError
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.liveness import Lifeline
 from actors.lifecycle.placement_groups import remove_unused
+from actors.rpc.handles import find_now
 from engine.clock import Clock, MonotonicClock
 from engine.errors import HandoffError, WorkerError
 
@@ -178,41 +177,33 @@ class RayRendezvousClient:
         return int(self._call(lambda actor: actor.delete_prefix.remote(prefix)))
 
     def _call(self, start: Callable[[ActorHandle[Any]], Any], wait_s: float = 0.0) -> Any:  # noqa: ANN401
-        try:
-            actor: ActorHandle[Any] = ray.get_actor(self._name, self._namespace)
-        except ValueError as error:
-            raise WorkerError(f"{self._name} is not running") from error
+        actor = find_now(self._name, self._namespace)
         return answer_of(self._name, start(actor), wait_s + self._rpc_timeout_s)
 
 
 class RankCalls:
-    """Calls of ranks of other workers, from a thread. Looks each actor up once."""
+    """Calls of ranks of other workers, from a thread."""
 
     def __init__(self, namespace: str, timeout_s: float) -> None:
         self._namespace = namespace
         self._timeout_s = timeout_s
-        self._actors: dict[str, Any] = {}
 
-    def ask(self, name: str, order: bytes) -> Callable[[], Any]:
-        """Asks at once; returns what waits for the answer. Both raise HandoffError, WorkerError."""
-        if name not in self._actors:
-            try:
-                self._actors[name] = ray.get_actor(name, self._namespace)
-            except ValueError as error:
-                raise WorkerError(f"{name} is not running") from error
-        reference = self._actors[name].give.remote(order)
-        return partial(answer_of, name, reference, self._timeout_s, self._forget)
+    def find(self, name: str) -> Callable[[bytes], Callable[[], Any]]:
+        """Looks an actor up and returns what asks it; raises WorkerError if there is none.
 
-    def _forget(self, name: str) -> None:
-        self._actors.pop(name, None)  # the next one of this name is another process
+        What is returned asks that actor for good, and not the next one of its name, which is
+        another process. It asks at once and returns what waits for the answer, which raises
+        HandoffError, WorkerError.
+        """
+        actor = find_now(name, self._namespace)
+
+        def ask(order: bytes) -> Callable[[], Any]:
+            return partial(answer_of, name, actor.give.remote(order), self._timeout_s)
+
+        return ask
 
 
-def answer_of(
-    name: str,
-    reference: Any,  # noqa: ANN401
-    timeout_s: float,
-    on_death: Callable[[str], object] = lambda _: None,
-) -> Any:  # noqa: ANN401
+def answer_of(name: str, reference: Any, timeout_s: float) -> Any:  # noqa: ANN401
     """What an actor answers, waited for in a thread. Raises HandoffError, WorkerError."""
     try:
         # Not ray.get, which mistakes a channel's thread for the event loop and warns.
@@ -220,10 +211,8 @@ def answer_of(
     except TimeoutError as error:
         raise HandoffError(f"{name} did not answer in time") from error
     except RayTaskError as error:
-        if isinstance(error.cause, HandoffError):
-            kind = UnfitError if isinstance(error.cause, UnfitError) else HandoffError
-            raise kind(error.cause.message) from error
+        if isinstance(error.cause, WorkerError):
+            raise error.cause from error
         raise WorkerError(f"{name} failed: {type(error.cause).__name__}") from error
     except RayError as error:
-        on_death(name)
         raise WorkerError(f"{name} is dead or restarting") from error

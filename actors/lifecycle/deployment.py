@@ -115,11 +115,17 @@ def _mask_digest(config: AppConfig) -> str:
 
 
 def _block_key(config: AppConfig, model: str) -> bytes:
-    """Drawn, unless a disk tier keeps blocks for the next start with this model and cache."""
+    """Drawn, unless a disk tier keeps blocks for the next start with such blocks.
+
+    It names the host tier's memory, too: deployments whose blocks have another layout must differ
+    in it, or the workers of a new one could not start beside those of the old.
+    """
     if config.cache.disk_path is None:
         return secrets.token_bytes(BLOCK_KEY_BYTES)
     kept = kept_key(Path(config.cache.disk_path))
-    asked = msgspec.json.encode([VERSION, model, config.model, config.cache])
+    ranks = {role: size for role, size in config.workers.num_ranks.items() if role != "decode"}
+    layout = [ranks, config.speculation.drafter == "mtp"]  # of eagle3 the model's name says it
+    asked = msgspec.json.encode([VERSION, model, config.model, config.cache, layout])
     return hashlib.blake2b(asked, key=kept, digest_size=BLOCK_KEY_BYTES).digest()
 
 

@@ -4,7 +4,9 @@ Pure checks of one value at a time; actors/openai/protocol.py puts them together
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.openai.request_bodies import Scalar
@@ -96,6 +98,24 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_completion_tokens": Bounds(1, INT64_MAX),
     "priority": Bounds(-(2**31), 2**31 - 1),
 }
+
+
+@contextmanager
+def refused_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the field in a refusal of the block, which reads another protocol's body as a chat.
+
+    names: field of the chat -> field of the body. What stood behind the chat's name is left out:
+    the chat has other numbers of messages, and other fields in them.
+    """
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        name = names.get(re.split(r"[.\[]", param)[0])
+        if name is None:
+            raise
+        message = error.message.replace(f"'{param}'", f"'{name}'")
+        raise RequestError(message, param=name, code=error.code, status=error.status) from error
 
 
 def invalid(param: str, detail: str, code: str = "invalid_value") -> RequestError:

@@ -60,8 +60,13 @@ CONNECT_S = 5.0  # to an actor that has just told its address
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
     """Look an actor up by name. Raises WorkerError when there is none (yet), or no answer."""
+    return await asyncio.to_thread(find_now, name, namespace)
+
+
+def find_now(name: str, namespace: str) -> ActorHandle[Any]:
+    """The same, from a thread."""
     try:
-        return await asyncio.to_thread(ray.get_actor, name, namespace)
+        return ray.get_actor(name, namespace)
     except ValueError as error:
         raise WorkerError(f"actor {name} is not running") from error
     except RayError as error:

@@ -39,11 +39,6 @@ class BlockPool:
         """Blocks with at least one reference."""
         return self._num_held
 
-    @property
-    def num_unreferenced(self) -> int:
-        """Blocks that are neither referenced nor free."""
-        return self.num_blocks - len(self._free) - self._num_held
-
     def reference_count(self, block_id: int) -> int:
         """References to a block; 0 also for a free one."""
         assert block_id >= 0, f"there is no block {block_id}"

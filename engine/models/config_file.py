@@ -125,14 +125,25 @@ class ConfigFile:
             raise self.error(key, f"must be a string, found {_kind(value)}")
         return value
 
-    def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None when absent."""
+    def is_text(self, key: str) -> bool:
+        """Whether the key is there with a string, where it may have an object too."""
+        return isinstance(self._values.get(key), str)
+
+    def texts(self, key: str, *, may_be_nested: bool = False) -> tuple[str, ...] | None:
+        """A list of strings, or None when absent.
+
+        may_be_nested: entries may be lists of strings; theirs are returned in their places.
+        """
         value = self._values.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        items = value
+        if may_be_nested and isinstance(value, list):
+            lists = [entry if isinstance(entry, list) else [entry] for entry in value]
+            items = [item for entries in lists for item in entries]
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             raise self.error(key, f"must be a list of strings, found {_kind(value)}")
-        return tuple(value)
+        return tuple(items)
 
     def integers(self, key: str, *, minimum: int = 1) -> tuple[int, ...]:
         """A list of integers of at least `minimum`, 0 or 1; empty when absent."""

@@ -7,8 +7,8 @@ The layouts are those that the formats' own writers produce:
 - compressed-tensors: 4-bit numbers and zero points q - 8 in [-8, 7], stored as q; eight in a word,
   the first in the lowest bits; numbers along the inputs, zero points along the outputs.
 - AWQ (gemm): words along the outputs; bits 4 i hold output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight.
-- GPTQ: numbers in words along the inputs, zero points along the outputs; the first format stores
-  zero points less 1, modulo 16.
+- GPTQ: numbers in words along the inputs, zero points along the outputs; in the first format a word
+  of zero points is stored less a word of ones, so that a zero point of 0 borrows from the next.
 - MXFP4, NVFP4: numbers in e2m1 (a sign, two bits of exponent, one of mantissa), two in a byte along
   the inputs, the first in the lower bits. NVFP4's scales are e4m3; one more number divides
   (compressed-tensors) or multiplies (ModelOpt) all of a tensor's.
@@ -24,6 +24,7 @@ from engine.models.quantization import Packing, Quantization
 
 Tensors = Mapping[str, Tensor]
 _PER_WORD = 8
+_ONE_OF_EACH = 0x11111111  # a word of eight ones
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # output -> its place in the word
 _MAX_FP8 = 448.0  # of e4m3
 
@@ -120,10 +121,10 @@ def _deinterleaved(numbers: Tensor) -> Tensor:
 
 
 def _gptq(tensors: Tensors, zero_offset: int) -> Numbers:
-    zeros = _unpacked(tensors["qzeros"], dim=1)
+    zeros = _unpacked(tensors["qzeros"] + zero_offset * _ONE_OF_EACH, dim=1)
     return Numbers(
         numbers=_unpacked(tensors["qweight"], dim=0).T.contiguous(),
         scales=tensors["scales"].float().T.contiguous(),
-        zeros=((zeros + zero_offset) & 15).T.contiguous(),
+        zeros=zeros.T.contiguous(),
         groups=tensors.get("g_idx"),
     )

@@ -399,9 +399,9 @@ def load_spec(
     has_vision = architecture == _WITH_VISION
     if has_vision:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
-    _refuse_unsupported(config)
     num_layers, hidden_size, num_heads = map(config.integer, _SIZES)
     family = _FAMILIES[architecture](config, num_layers)
+    _refuse_unsupported(config, family)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
@@ -520,9 +520,11 @@ def _architecture(config: ConfigFile, *, has_head: bool) -> str:
     )
 
 
-def _refuse_unsupported(config: ConfigFile) -> None:
+def _refuse_unsupported(config: ConfigFile, family: _Family) -> None:
     if not config.flag("is_causal", True):
         raise config.error("is_causal", "false is not supported: tokens see those before them only")
+    if family.is_gemma:
+        return  # its `hidden_act` is not read: `hidden_activation` is
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")

@@ -46,6 +46,7 @@ class TierHits:
     def apply(self, worker: str, reports: Sequence[TierReport]) -> bool:
         """Apply a worker's report; False if a tier's did not follow, which then counts as empty."""
         self._tiers[worker] = list(reports)
+        self._keep_teller(worker, {report.place for report in reports})
         follows = True
         for report in reports:
             if report.blocks is not None and self._teller.get(report.place) == worker:
@@ -56,7 +57,7 @@ class TierHits:
     def forget(self, worker: str) -> None:
         """Forget a worker that is gone. What it told is known until another tells. Idempotent."""
         self._tiers.pop(worker, None)
-        self._teller = {place: w for place, w in self._teller.items() if w != worker}
+        self._keep_teller(worker, set())
         self._forget_unused()
 
     def hits(
@@ -94,6 +95,11 @@ class TierHits:
                 break
             counts[level] += 1
         return counts
+
+    def _keep_teller(self, worker: str, places: AbstractSet[str]) -> None:
+        """Let a worker tell of these alone: it may have switched off a tier."""
+        told = self._teller.items()
+        self._teller = {place: w for place, w in told if w != worker or place in places}
 
     def _forget_unused(self) -> None:
         used = {tier.place for tiers in self._tiers.values() for tier in tiers}

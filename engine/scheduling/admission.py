@@ -3,8 +3,8 @@
 A waiting request enters if a row is free and its blocks suffice on the terms of `Capacity`. It
 stays in the queue while a running request computes a prefix that both share, and while blocks of
 its prefix come from the host tier. What is refused for want of rows or blocks is not overtaken by
-what is queued behind it; short requests may overtake long ones within their reserve. Knows no
-drafts and no steps in flight.
+what is queued behind it, but for the long request that it overtook itself; short requests may
+overtake long ones within their reserve. Knows no drafts and no steps in flight.
 """
 
 from collections.abc import Iterator
@@ -66,16 +66,18 @@ class Admission:
         if state.running.has_prefilling_sibling(request, state.blocks.block_size):
             return False  # later it will hit the shared prompt in the prefix index
         is_long = state.reserve.is_long(request)
-        if is_long and budget.has_refused_long:
+        if is_long and budget.is_closed_for_long(request):
             return False
         is_full = state.rows.num_free == 0 or self._capacity.is_outbox_full(for_short=not is_long)
         if not is_full and self._is_loading(request, budget.now_s):
             return False  # the next ones go first meanwhile
-        if is_full or not self._acquire_blocks(request):
+        if is_full or not self._acquire_blocks(request, budget.now_s):
+            # Who was overtaken may be why this one is refused, so it is still offered a place.
+            overtaken = state.reserve.overtaken_by(request)
             if is_long and state.reserve.first_short is not None:
-                budget.refuse_long()  # short ones may still enter, within their reserve
-            else:
-                budget.refuse(request)  # a younger, smaller request must not starve this one
+                budget.refuse_long(but=overtaken)  # short ones may still enter within the reserve
+            else:  # a younger, smaller request must not starve this one
+                budget.refuse(request, but=overtaken)
             return False
         self._enter(request, budget.now_s)
         return True
@@ -86,13 +88,13 @@ class Admission:
         state.blocks.flush_deferred_index()
         self._host_loads.begin(
             request,
-            lambda: self._capacity.terms(request, state.rows.num_free),
+            lambda: self._capacity.terms(request, state.rows.num_free, now_s=now_s),
             now_s,
             self._cost_model.costs,
         )
         return self._host_loads.is_awaited(request.key, now_s)
 
-    def _acquire_blocks(self, request: Request) -> bool:
+    def _acquire_blocks(self, request: Request, now_s: float) -> bool:
         """Acquire blocks for a waiting request; False, without effect, if they do not suffice.
 
         They suffice if afterwards every running row can still grow by one block, so that an
@@ -100,7 +102,7 @@ class Admission:
         """
         blocks = self._state.blocks
         blocks.flush_deferred_index()
-        terms = self._capacity.terms(request, self._state.rows.num_free)
+        terms = self._capacity.terms(request, self._state.rows.num_free, now_s=now_s)
         if terms is None or not blocks.acquire(
             request,
             num_spare_blocks=terms.num_spare_blocks,

@@ -52,7 +52,8 @@ class StepBudget:
         self._graph_token_sizes = graph_token_sizes
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
-        self.has_refused_long = False  # set by `refuse_long`; long as in `short_reserve`
+        self._has_refused_long = False  # long as in `short_reserve`
+        self._exempt: RequestKey | None = None  # from being closed out by the last refusal
 
     @property
     def num_tokens_left(self) -> int:
@@ -101,19 +102,25 @@ class StepBudget:
         self._granted[request.key] = num_tokens
         return num_tokens
 
-    def refuse(self, request: Request) -> None:
+    def refuse(self, request: Request, *, but: Request | None = None) -> None:
         """Record that the request cannot be admitted now because no row or no blocks are free.
 
-        No request that waits behind it in its class may be admitted in this step.
+        No request but `but` that waits behind it in its class may be admitted in this step.
         """
         self._refused.add(request.key)
+        self._exempt = None if but is None else but.key
 
-    def refuse_long(self) -> None:
-        """Record that a long request found no row or no blocks: no long one is admitted this step.
+    def refuse_long(self, *, but: Request | None = None) -> None:
+        """Record that a long request found no row or no blocks.
 
-        Short requests behind it may still be admitted.
+        No other long request but `but` is admitted in this step; short ones behind it may be.
         """
-        self.has_refused_long = True
+        self._has_refused_long = True
+        self._exempt = None if but is None else but.key
+
+    def is_closed_for_long(self, request: Request) -> bool:
+        """Whether a long request may not be admitted in this step because another was refused."""
+        return self._has_refused_long and request.key != self._exempt
 
     # ---- for the queue ---------------------------------------------------------------------------
 
@@ -157,7 +164,8 @@ class StepBudget:
         is_closed = False
         for request in candidates:
             is_closed = is_closed or request.key in self._refused
-            if request.key in self._granted or (is_closed and is_waiting(request)):
+            is_shut_out = is_closed and request.key != self._exempt and is_waiting(request)
+            if request.key in self._granted or is_shut_out:
                 continue
             if not self.has_room(*work_of(request)):
                 return

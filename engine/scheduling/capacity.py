@@ -3,6 +3,7 @@
 Answers questions about rows and blocks that others own and change; changes nothing itself.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,16 +69,24 @@ class Capacity:
         return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
 
     def terms(
-        self, request: Request, num_free_rows: int, *, overtakes: bool = False
+        self,
+        request: Request,
+        num_free_rows: int,
+        *,
+        overtakes: bool = False,
+        now_s: float = -math.inf,
     ) -> BlockTerms | None:
-        """Conditions for giving a request a row and blocks; walks the rows if these are short."""
+        """Conditions for giving a request a row and blocks; walks the rows if these are short.
+
+        `overtakes`, `now_s`: as of `ShortReserve.terms`.
+        """
         entering = [r for r in (request, self._reserve.first_long) if r is not None]
         num_available = self._cache.num_available
         is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
         if not self._reserve.is_on or is_ample:
             return BlockTerms(num_spare_blocks=len(self._running))
         held = self._reserve.holdings(self._running)
-        return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes)
+        return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes, now_s=now_s)
 
     def victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
         """The next request to preempt, and whether it is preempted for a waiting request.

@@ -7,7 +7,8 @@ the next ones go first meanwhile. It waits only as long as waiting cannot cost i
     seconds since the load began  <=  what the landed blocks save  +  a tenth of computing it all
 
 After that it computes what has not landed, and has its first token within 1.1 times what computing
-all of it would have taken, whatever the load does. A load is begun only if it is predicted to take
+all of it would have taken, whatever the load does; or within 1 ms more, if that is longer: threads
+hear of each other no sooner. A load is begun only if it is predicted to take
 less time than it saves, and if the request could be admitted now. A request waits for one load
 while it is queued; requests with the same prefix share it.
 
@@ -24,7 +25,7 @@ from engine.kv.cache import BlockCache, BlockTerms
 from engine.request import Request, RequestKey
 
 _GRACE_SHARE = 0.1  # of computing everything, that waiting in vain may cost
-_MIN_GRACE_S = 1e-3  # threads hear of each other no sooner
+_MIN_GRACE_S = 1e-3
 
 
 class TierLoad(Protocol):
@@ -34,7 +35,13 @@ class TierLoad(Protocol):
     def num_landed(self) -> int: ...
     @property
     def is_over(self) -> bool: ...
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """What is not under way need not come."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after all, unless it is over already."""
+        ...
 
 
 class HostTier(Protocol):
@@ -222,18 +229,12 @@ class HostLoads:
             return
         load = self._loading.get(hashes[num_before])
         if load is None:
-            blocks = self._look_up(request, hashes[num_before:])
+            blocks = self._worthy(request, found_ids, hashes[num_before:], terms_of, costs)
             if not blocks:
                 return
-            saved_s = self._saved_s(request, num_before, len(blocks), costs)
-            if self._tier.load_seconds(blocks) >= saved_s:
-                self._num_unworthy += len(blocks)
-                return
-            terms = terms_of()
-            num_missing = -(-request.num_known_tokens // self._block_size) - num_before
-            if terms is None or not self._has_room(found_ids, num_missing, terms):
-                return
             load = self._start(hashes, num_before, blocks)
+        elif load.num_waiting == 0:
+            load.under_way.resume()
         load.num_waiting += 1
         self._num_waits += 1
         self._waits[request.key] = _Wait(
@@ -315,17 +316,45 @@ class HostLoads:
         """Of the full blocks that may be found: the newest token is always computed."""
         return request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
 
-    def _look_up(self, request: Request, hashes: list[bytes]) -> Sequence[Any]:
+    def _worthy(
+        self,
+        request: Request,
+        found_ids: list[int],
+        hashes: list[bytes],
+        terms_of: Callable[[], BlockTerms | None],
+        costs: StepCosts,
+    ) -> Sequence[Any]:
+        """Stored blocks to load now; hashes: of what the device lacks. Empty = compute instead.
+
+        A request that could not enter asks at every step. So all that is stored of it is looked for
+        only when it can.
+        """
+        if not self._tier.look(hashes[:1]):
+            self._count_asked(request, hashes, ())
+            return ()
+        if not self._has_room(request, found_ids, terms_of()):
+            return ()
         blocks = self._tier.find(hashes)
-        if request.key not in self._asked:  # else it could not be admitted, and asks again
+        self._count_asked(request, hashes, blocks)
+        saved_s = self._saved_s(request, len(found_ids), len(blocks), costs)
+        if self._tier.load_seconds(blocks) < saved_s:
+            return blocks
+        self._num_unworthy += len(blocks)
+        return ()
+
+    def _count_asked(self, request: Request, hashes: list[bytes], blocks: Sequence[Any]) -> None:
+        """Once for each request."""
+        if request.key not in self._asked:
             self._asked.add(request.key)
             self._num_asked += len(hashes)
             self._num_hits += len(blocks)
             self._num_disk_hits += self._tier.num_on_disk(blocks)
-        return blocks
 
-    def _has_room(self, found_ids: list[int], num_missing: int, terms: BlockTerms) -> bool:
-        if terms.max_new_blocks is not None and num_missing > terms.max_new_blocks:
+    def _has_room(self, request: Request, found_ids: list[int], terms: BlockTerms | None) -> bool:
+        num_missing = -(-request.num_known_tokens // self._block_size) - len(found_ids)
+        if terms is None or (
+            terms.max_new_blocks is not None and num_missing > terms.max_new_blocks
+        ):
             return False
         num_needed = num_missing + terms.num_spare_blocks
         return self._cache.num_available_beside(found_ids) >= num_needed

@@ -2,9 +2,10 @@
 
 A prompt is short if computing its uncached tokens, alone in a step and by the cost model, takes at
 most as long as computing `laps_length_threshold` tokens without a history. Until the model is
-fitted, it is short if it has at most that many uncached tokens. The class is decided while the
-request waits (again when the caches have changed, see `reclassify`) and kept while it runs: the
-last chunk of a long prompt is still long.
+fitted, it is short if it has at most that many uncached tokens. The class is kept while the request
+runs: the last chunk of a long prompt is still long. While it waits, its uncached tokens are counted
+again, as caches change: of a short one when it is offered; of the first long ones at each step, and
+of a few of the others in turn.
 
 Order inside a class: (priority, due time if there is one else arrival, arrival, order of adding).
 Running short prompts come before waiting ones. `mix` decides what a step holds:
@@ -30,7 +31,7 @@ and let those ahead of it in its class have c chunks left. Before its next chunk
 long chunks (m of aged requests; c in order, in steps without short prompts or in the budget that
 these left) and m + c + 1 steps that begin with short prompts. If short prompts never run out,
 `exclusive` has at most m long chunks and m + 1 such steps. A preempted request keeps its arrival
-and may count among the m.
+and may count among the m. What a refused one waits for is bounded by `short_reserve`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ from engine.scheduling.waiting import SortKey, WaitingQueue
 
 _MIN_STEP_FLOORS = 4  # the step limit is at least this many times the floor of a step's cost
 _BUSY_SHARE = 0.1  # share of the queued long work that one step may take
+_NUM_RECOUNTED = 4  # long requests behind the first that are counted again in a step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class DualQueue:
         }
         self._entries: dict[RequestKey, _Entry] = {}
         self._progress: dict[RequestKey, _Progress] = {}
+        self._long_in_turn = self._rounds_of_long()
         self._num_added = 0
         self._has_long_gone_first = False  # in the last step that computed prompt tokens
 
@@ -142,14 +145,6 @@ class DualQueue:
         entry = self._entries.pop(key, None)
         return None if entry is None else self._waiting[entry.length_class].remove(key)
 
-    def reclassify(self) -> None:
-        """Count every waiting request's uncached tokens again, after a change of caches or model.
-
-        Candidates are counted again anyway when they are offered; this is for those behind them.
-        """
-        for request in list(self):
-            self._reclassify(request)
-
     def length_class(self, key: RequestKey) -> LengthClass | None:
         """Class of a request that waits or whose prompt is being computed; None for any other."""
         known = self._entries.get(key) or self._progress.get(key)
@@ -174,7 +169,7 @@ class DualQueue:
         Walks the long requests. Records whether a long chunk went first in this step.
         """
         short, long = self._split(running)
-        self._reclassify_heads()
+        self._reclassify_long()
         is_fill = self._config.mix == "fill"
         waiting_short = self._waiting_short() if budget.can_admit else iter(())
         waiting_long = self._waiting["long"] if budget.can_admit else ()
@@ -283,11 +278,23 @@ class DualQueue:
             return "short" if num_uncached <= threshold else "long"
         return classify(num_uncached, num_cached, threshold, self._model.costs)
 
-    def _reclassify_heads(self) -> None:
-        """Move long requests at the head that have become short, so they are offered as short."""
+    def _reclassify_long(self) -> None:
+        """Move long requests that have become short, so that they are offered as short.
+
+        Finds all of them at the head of the queue, and those behind others within some steps.
+        """
+        for request in islice(self._long_in_turn, _NUM_RECOUNTED):
+            if request is not None:
+                self._reclassify(request)
         for request in self._waiting["long"]:
             if self._reclassify(request) == "long":
                 return
+
+    def _rounds_of_long(self) -> Iterator[Request | None]:
+        """The waiting long requests in order, again and again; None at the end of each round."""
+        while True:
+            yield from self._waiting["long"]
+            yield None
 
     def _reclassify(self, request: Request) -> LengthClass:
         entry = self._entries[request.key]

@@ -88,7 +88,7 @@ class PromptScheduling:
         if self._dual is None or isinstance(self._window, NoWindow):
             return None
         short = self._dual.statistics("short")
-        if short.num_waiting == 0:
+        if short.oldest_arrival_s is None:
             return None
         decision = self._window.decide(
             Gathered(

@@ -11,13 +11,22 @@ blocks suffice. Long requests are preempted if blocks run out or a short request
 
 A preempted request goes back to `waiting` and recomputes here, whatever the role.
 
-`plan` advances `num_computed_tokens` to include the step it describes. `commit` adds the blocks
-that the step completed to the prefix index and appends what it sampled. One earlier plan may be in
-flight: the token that a row samples there is the one it computes next. If that token will be its
-last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
-next step is dropped. A row with drafts (`drafting`) may wait for its token instead, and no other
-row waits with it; so does one with a constraint, in a worker that drafts. Knows no tensors, no Ray
-and no text.
+    plan()      decodes      a block for each that is full; preempt if blocks run out (`capacity`)
+                prompts      what fits the step's budget, in the queue's order (`admission`)
+                drafts       for the decodes, in what is left of the budget (`drafting`)
+                -> StepPlan  the requests' progress now includes the step (`running`, `in_flight`)
+    commit()    time         to the cost model (`prompt_scheduling`)
+                no token     these requests fail
+                blocks       those that the step has filled, to the prefix index (`request_blocks`)
+                tokens       to their requests, and to the clients (`finish`)
+                last token   these requests leave
+                -> StepOutput
+
+One earlier plan may be in flight: the token that a row samples there is the one it computes next.
+If that token will be its last by length, the row pauses. If the token turns out to be its last
+(eos), the result of the row's next step is dropped. A row with drafts may wait for its token
+instead, and no other row waits with it; so does one with a constraint, in a worker that drafts.
+Knows no tensors, no Ray and no text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,6 +108,7 @@ class Scheduler:
             num_blocks=cache.num_blocks,
             max_rows=config.max_num_seqs,
             order=self._prompts.order,
+            max_long_wait_s=laps.max_long_wait_s,
         )
         self._in_flight = StepsInFlight()
         self._counters = SchedulerCounters()
@@ -223,26 +233,13 @@ class Scheduler:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
         for i in step.without_token(result):
-            request = step.requests[i]
-            self._leave_without_token(request, is_finite=result.is_finite[i])
-            if i in step.planned_drafts.drafts:
-                self._queue_without_drafts(request)
-            else:
-                why = _why_nothing_was_drawn(is_finite=result.is_finite[i])
-                output.fail(request, why, "non_finite_logits")
+            self._end_without_token(step, i, result, output)
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._handoff_queue.advance(request)
-        endings = self._append_sampled(step, result, output)
-        for request, finish in endings:
-            self._unseat(request)
-            if finish is not None:
-                self.drafting.finish(request)
-                self._leave(request)
-            else:
-                self._handoff_queue.add(request)
-            output.left.append(request.key)
+        for ending in self._append_sampled(step, result, output):
+            self._end(ending, output)
         self._running.resume(step.held)
         for i, block_ids in step.left_block_ids.items():
             self._blocks.let_go(block_ids, is_finite=result.is_finite[i])
@@ -432,20 +429,14 @@ class Scheduler:
         verified = self.drafting.take_verified(decodes.requests)
         columns = decodes, chunks, grown, zero_block_ids, self._rows
         plan = build_plan(self._counters.num_steps, *columns, drafts, verified)
+        # How many tokens these have after the step is known once it has ended: `Drafting.commit`.
+        guessed = {decodes.requests[index].key for index in drafts.guessed}
         decodes.advance()
-        guessed = {decodes.requests[index].key for index in drafts.guessed}  # see `Drafting.commit`
         at_boundary = decodes.at_block_boundary(self._block_size)
         filled = [(r, r.num_computed_tokens) for r in at_boundary if r.key not in guessed]
         decodes.advance_drafts(drafts.drafts)
-        begun: list[Request] = []
-        for request, num_tokens in chunks:
-            self._counters.computes(request, num_tokens)
-            request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens % self._block_size < num_tokens:
-                filled.append((request, request.num_computed_tokens))
-            if request.num_computed_tokens == request.num_known_tokens:
-                self._running.begin_decode(request)
-                begun.append(request)
+        filled += self._advance_prompts(chunks)
+        begun = self._begin_decodes(chunks)
         at_last = self._running.decode_columns.at_last_token(self._finish_rules)
         self._running.pause([r for r in at_last if r.key not in guessed])
         to_hold = self.drafting.to_hold(decodes.requests, begun, drafts)
@@ -464,7 +455,47 @@ class Scheduler:
         self._counters.num_steps += 1
         return plan
 
+    def _advance_prompts(self, chunks: Sequence[Chunk]) -> list[tuple[Request, int]]:
+        """Count the chunks as computed; returns as `StepInFlight.filled`."""
+        filled = []
+        for request, num_tokens in chunks:
+            self._counters.computes(request, num_tokens)
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens % self._block_size < num_tokens:
+                filled.append((request, request.num_computed_tokens))
+        return filled
+
+    def _begin_decodes(self, chunks: Sequence[Chunk]) -> list[Request]:
+        """Move requests whose prompts are computed now to the decodes; returns them."""
+        begun = [r for r, _ in chunks if r.num_computed_tokens == r.num_known_tokens]
+        for request in begun:
+            self._running.begin_decode(request)
+        return begun
+
     # ---- parts of commit ------------------------------------------------------------------------
+
+    def _end_without_token(
+        self, step: StepInFlight, index: int, result: StepResult, output: StepOutput
+    ) -> None:
+        """End a request for which nothing could be drawn; begin it anew if drafts may be why."""
+        request, is_finite = step.requests[index], result.is_finite[index]
+        self._leave_without_token(request, is_finite=is_finite)
+        if index in step.planned_drafts.drafts:
+            self._queue_without_drafts(request)
+        else:
+            why = _why_nothing_was_drawn(is_finite=is_finite)
+            output.fail(request, why, "non_finite_logits")
+
+    def _end(self, ending: Ending, output: StepOutput) -> None:
+        """Let a request go that has its last token here: for good, or to another worker."""
+        request, finish = ending
+        self._unseat(request)
+        if finish is not None:
+            self.drafting.finish(request)
+            self._leave(request)
+        else:
+            self._handoff_queue.add(request)
+        output.left.append(request.key)
 
     def _append_sampled(
         self, step: StepInFlight, result: StepResult, output: StepOutput

@@ -6,6 +6,7 @@ not the length of its prompt. `share` of the blocks and of the rows is the reser
     a long request is admitted, and a long decode grows, only outside the part of the reserve that
     short requests do not use;
     a short request overtakes a waiting long one only within the reserve;
+    a long request overtakes another that has waited `max_long_wait_s` only where both fit;
     no row is kept idle: a long request may take the last one until a short request waits for it.
 
 A victim is always long and the last in `order` (the queue's). It is preempted for a long decode
@@ -17,8 +18,10 @@ first long request in order.
 Bounds, for a request that needs no more blocks than there are:
 - The long request that is first in order is never preempted for another. If it waits, those behind
   it are preempted one by one, short requests take no more than the reserve, and nothing is admitted
-  before it once only short requests run. So it runs after a bounded time, and then the next one is
-  first. No request starves unless more important ones keep arriving.
+  before it once only short requests run. Other long ones that the queue offers sooner (most of
+  their tokens are cached, or they are due earlier) take what it needs for `max_long_wait_s` at
+  most. So it runs after a bounded time, and then the next one is first. No request starves unless
+  more important ones keep arriving.
 - A request that has made n tokens was preempted for others at most n / `threshold` + 1 times.
   A short one causes at most one preemption for each block and row that it takes.
 
@@ -57,13 +60,21 @@ class ShortReserve:
     """The reserve of one worker, and its waiting requests by length; share 0 = no reserve."""
 
     def __init__(
-        self, share: float, *, threshold: int, num_blocks: int, max_rows: int, order: Order
+        self,
+        share: float,
+        *,
+        threshold: int,
+        num_blocks: int,
+        max_rows: int,
+        order: Order,
+        max_long_wait_s: float,
     ) -> None:
         self.is_on = share > 0.0
         self.num_blocks = int(share * num_blocks)
         self.num_rows = math.ceil(share * max_rows)
         self.threshold = threshold
         self._sort_key = order
+        self._max_long_wait_s = max_long_wait_s
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
         self.is_asked = False  # whether a short request on another worker asked lately
@@ -120,19 +131,26 @@ class ShortReserve:
         return max(0, self.num_blocks - held.num_short_blocks)
 
     def terms(
-        self, request: Request, held: Holdings, num_free_rows: int, *, overtakes: bool = False
+        self,
+        request: Request,
+        held: Holdings,
+        num_free_rows: int,
+        *,
+        overtakes: bool = False,
+        now_s: float = -math.inf,
     ) -> BlockTerms | None:
         """Conditions for giving a request a row and blocks when these are short; None = not now.
 
-        overtakes: whether a long request that waits on another worker is overtaken.
+        overtakes: whether a long request that waits on another worker is overtaken. now_s: -inf =
+        none that waits here has waited for long.
         """
         num_running = held.num_short + len(held.longs)
         if self.is_long(request):
-            if num_free_rows <= self._num_kept_rows(held):
+            if num_free_rows <= self._num_kept_rows(held) or self._overtakes_aged(request, now_s):
                 return None
             num_kept = self.num_kept_blocks(held) if held.longs else 0
             return BlockTerms(num_spare_blocks=num_running + num_kept)
-        if not (overtakes or self._is_overtaking(request)):
+        if not overtakes and self.overtaken_by(request) is None:
             return BlockTerms(num_spare_blocks=held.num_short)
         if not held.longs or (num_free_rows <= 1 and held.num_short >= self.num_rows):
             return None
@@ -145,9 +163,15 @@ class ShortReserve:
         is_due = self.first_short is not None and held.num_short < self.num_rows
         return int(is_due and bool(held.longs))
 
-    def _is_overtaking(self, request: Request) -> bool:
+    def overtaken_by(self, request: Request) -> Request | None:
+        """The first waiting long request, if it is before `request` in order."""
         first = self.first_long
-        return first is not None and self._sort_key(first) < self._sort_key(request)
+        is_before = first is not None and self._sort_key(first) < self._sort_key(request)
+        return first if is_before else None
+
+    def _overtakes_aged(self, request: Request, now_s: float) -> bool:
+        first = self.overtaken_by(request)
+        return first is not None and now_s - first.arrival_s >= self._max_long_wait_s
 
     # ---- preemption ------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Decides whether to start a step of short prompts now or to wait for more that share it.
 
-Sharing saves a step's floor c0 (weights, launches) for each prompt that joins. While the device is
-busy, waiting is free, so wait until its step ends. On an idle device, waiting for dt delays each of
-n prompts by dt and saves r dt c0 of device time, where r is the arrival rate of short prompts. So
-`AdaptiveWindow` waits only while all of these hold:
+Asked while the device is idle and a short prompt waits. Sharing saves a step's floor c0 (weights,
+launches) for each prompt that joins. Waiting for dt delays each of n prompts by dt and saves
+r dt c0 of device time, where r is the arrival rate of short prompts. So `AdaptiveWindow` waits only
+while all of these hold:
 
     r c0 > n                            what waiting saves exceeds what it costs
     n < D                               D = prompts expected by the end: n at opening + r W
@@ -12,13 +12,11 @@ n prompts by dt and saves r dt c0 of device time, where r is the arrival rate of
 
 D and W are computed from the rate whenever a window opens, never from the depth of the last batch:
 a depth learnt from batches that it limits itself could only fall. D ends the wait; it never limits
-the batch. `FixedWindow` waits for a fixed time or number of prompts. `NoWindow` never waits on an
-idle device. If a step runs anyway (decodes, long chunks), short prompts share its floor already, so
-no adaptive wait pays then.
+the batch. `FixedWindow` waits for a fixed time or number of prompts. `NoWindow` never waits. If a
+long prompt's chunk runs anyway, short prompts share its floor already, so no adaptive wait pays.
 
 Pure except for the rate and the open window: time is an argument, and a `Wait` is not a timer. The
-caller asks again when the wait is over or when something has happened (an arrival, the end of a
-step).
+caller asks again when the wait is over or when something has happened (an arrival, an abort).
 """
 
 import math
@@ -28,15 +26,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """The short prompts that could start now, and the state of the device."""
+    """The short prompts that could start now, and what a step with them costs."""
 
-    num_waiting: int
-    oldest_arrival_s: float | None  # None = no prompt waits
+    num_waiting: int  # at least one
+    oldest_arrival_s: float
     first_due_s: float | None = None  # the earliest time a first token is due; None = never
     step_s: float = 0.0  # predicted duration of a step with all of them
     floor_s: float = 0.0  # c0: the part of it that any step costs
-    busy_until_s: float | None = None  # when the device's step should end; None = it is idle
-    has_other_work: bool = False  # a step runs in any case: decodes, or a long prompt's chunk
+    has_other_work: bool = False  # a step runs in any case: a long prompt waits, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Dispatch:
 class Wait:
     """Ask again at `until_s`, or as soon as anything happens."""
 
-    until_s: float  # inf = only when something happens
+    until_s: float
     reason: str
 
 
@@ -83,13 +80,13 @@ class ArrivalRate:
 
 
 class NoWindow:
-    """Starts as soon as the device is idle."""
+    """Starts at once."""
 
     def arrived(self, now_s: float) -> None:
         """Does nothing: arrivals do not matter here."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
-        return _decide_without_window(gathered, now_s) or Dispatch("no window")
+        return Dispatch("no window")
 
 
 class FixedWindow:
@@ -103,10 +100,6 @@ class FixedWindow:
         """Does nothing: arrivals do not matter here."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
-        decided = _decide_without_window(gathered, now_s)
-        if decided is not None:
-            return decided
-        assert gathered.oldest_arrival_s is not None, f"{gathered.num_waiting} without an oldest"
         until_s = gathered.oldest_arrival_s + self._window_s
         if gathered.num_waiting >= self._max_requests:
             return Dispatch("as many as were to be gathered")
@@ -115,7 +108,7 @@ class FixedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opening:
-    """One epoch: from the first wait on an idle device to the next start."""
+    """One epoch: from the first wait to the next start."""
 
     until_s: float
     depth: float
@@ -150,13 +143,12 @@ class AdaptiveWindow:
         self._rate.arrived(now_s)
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
-        decision = _decide_without_window(gathered, now_s) or self._decide_idle(gathered, now_s)
-        is_gathering = isinstance(decision, Wait) and _is_idle(gathered) and gathered.num_waiting
-        if not is_gathering:
-            self._opening = None  # the next wait on an idle device is a new epoch
+        decision = self._decide(gathered, now_s)
+        if isinstance(decision, Dispatch):
+            self._opening = None  # the next wait is a new epoch
         return decision
 
-    def _decide_idle(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
+    def _decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
         if gathered.has_other_work:
             return Dispatch("a step runs anyway")
         rate, num_waiting = self._rate.per_second(now_s), gathered.num_waiting
@@ -178,20 +170,3 @@ class AdaptiveWindow:
         window_s = min(max(filling_s, self._min_window_s), self._max_window_s)
         depth = max(1.0, min(self._max_depth, num_waiting + rate * window_s))
         return _Opening(until_s=now_s + window_s, depth=depth)
-
-
-def _is_idle(gathered: Gathered) -> bool:
-    return gathered.busy_until_s is None
-
-
-def _decide_without_window(gathered: Gathered, now_s: float) -> Dispatch | Wait | None:
-    """The decision common to all windows; None if the device is idle and prompts wait.
-
-    If a step takes longer than predicted, its end is unknown: wait until the end is reported.
-    """
-    if gathered.num_waiting == 0:
-        return Wait(math.inf, "no short prompt waits")
-    if gathered.busy_until_s is not None:
-        is_late = gathered.busy_until_s <= now_s
-        return Wait(math.inf if is_late else gathered.busy_until_s, "the device is busy")
-    return None

@@ -432,8 +432,9 @@ class SpeculationController:
         """Record a step of these rows: the tokens they sampled, and its seconds on the device.
 
         `seconds` includes the drafter's passes; None = not measured, or shared with another step.
+        Nothing is learned from a step of zero duration, which a coarse clock may report.
         """
-        if seconds is not None and drafts.num_drafts:
+        if seconds is not None and seconds > 0.0 and drafts.num_drafts:
             self._purse.observe(drafts, num_tokens, seconds)
             self._gates.everyone.may_explore = self._purse.is_half_full
         self._step += 1

@@ -37,8 +37,8 @@ class TextDelta:
 class OutputText:
     """One choice; `push` for every token in order until a delta has `finish` set.
 
-    If a stop string ended the choice (`is_stopped_early`), the worker does not know it: the caller
-    must abort the request there.
+    If a stop string ended the choice, the worker does not know it: the caller must abort the
+    request there.
     """
 
     def __init__(
@@ -61,16 +61,10 @@ class OutputText:
         self._num_tokens = 0
         self._num_chars = 0
         self._is_finished = False
-        self._is_stopped_early = False
 
     @property
     def is_finished(self) -> bool:
         return self._is_finished
-
-    @property
-    def is_stopped_early(self) -> bool:
-        """Whether a stop string ended the choice while its worker still continues."""
-        return self._is_stopped_early
 
     def push(self, record: TokenRecord) -> TextDelta:
         assert not self._is_finished, f"{record.key}: token {record.index} after the finish"
@@ -81,9 +75,7 @@ class OutputText:
         emitted, matched = self._search(self._new_text(record))
         if matched is None and record.finish is not None:
             emitted += self._stop_strings.flush()
-        if matched is not None or record.finish is not None:
-            self._is_finished = True
-            self._is_stopped_early = record.finish is None
+        self._is_finished = matched is not None or record.finish is not None
         return TextDelta(
             text=emitted,
             tokens=(token,),

@@ -3,7 +3,7 @@
     python -m load_tests.lab.bench_channels --json channels.json          # two GPUs of one host
     python -m load_tests.lab.bench_channels --handoffs-per-s 16 --seconds 60    # as they come
     python -m load_tests.lab.bench_channels --seconds 0 --stages          # where the time goes
-    python -m load_tests.lab.bench_channels --seconds 0 --kv-dtype fp8_e4m3
+    python -m load_tests.lab.bench_channels --seconds 0 --kv-dtype bfloat16 fp8_e4m3    # in turn
     python -m load_tests.lab.bench_channels --device cpu --tokens 64  # gloo only, tries the bench
 
 A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB (half in FP8), digested at both ends,
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[ChannelKind, ...]] = {
     "cuda": ("cuda_ipc", "nccl_pair", "gloo_pair"),
     "cpu": ("gloo_pair",),
 }
-ARRIVED_HEADER = ("channel", "handoffs", "GB/s on average", "p50", "p99", "slowest")
+ARRIVED_HEADER = ("channel", "K and V", "handoffs", "GB/s on average", "p50", "p99", "slowest")
 STORE_FACTOR = 2  # blocks in a store for each block of a handoff
 
 
@@ -92,6 +92,8 @@ class Outcome:
 
     channel: str
     error: str = ""  # why it did not open
+    kv_dtype: str = "bfloat16"  # of K and V
+    num_bytes: int | None = None  # of a handoff, but for those that arrive
     open_s: float | None = None
     neighbours_gb_s: float | None = None  # blocks side by side in both stores
     scattered_gb_s: float | None = None  # blocks anywhere
@@ -131,7 +133,8 @@ async def send(end: End, folder: Path, args: argparse.Namespace, stages: Stages)
                 blocks = [list(range(end.store.layout.num_blocks_for(args.tokens)))] * 2
                 print(await stages_of(process, stages, blocks, args.rounds))
         except HandoffError as error:
-            outcome = Outcome(channel=kind, error=error.message)
+            kv_dtype = end.store.layout.dtype
+            outcome = Outcome(channel=kind, kv_dtype=kv_dtype, error=error.message)
         outcomes.append(outcome)
     await process.close_channel()
     process.close()
@@ -152,6 +155,8 @@ async def measure(process: SendingProcess, kind: ChannelKind, args: argparse.Nam
     busy_s = await hand_over_in_lanes(process, num_blocks, args.rounds, rng)
     idle = Outcome(
         channel=kind,
+        kv_dtype=store.layout.dtype,
+        num_bytes=num_bytes,
         open_s=open_s,
         neighbours_gb_s=rate_gb_s(num_bytes, neighbours_s),
         scattered_gb_s=rate_gb_s(num_bytes, scattered_s),
@@ -273,7 +278,11 @@ def rate_gb_s(num_bytes: int, rounds_s: Sequence[float]) -> float:
 def render(outcomes: Sequence[Outcome]) -> str:
     header = (
         "channel",
+        "K and V",
+        "bytes",
         "opens in",
+        "ms, neighbours",
+        "ms, scattered",
         "GB/s, neighbours",
         "GB/s, scattered",
         f"GB/s, {NUM_LANES} at a time",
@@ -283,33 +292,36 @@ def render(outcomes: Sequence[Outcome]) -> str:
         "slowest step",
     )
     table = render_rows([header, *(_cells(outcome) for outcome in outcomes)])
-    rows = [
-        _arrived_cells(outcome.channel, outcome.arrived) for outcome in outcomes if outcome.arrived
-    ]
+    rows = [_arrived_cells(outcome, outcome.arrived) for outcome in outcomes if outcome.arrived]
     return f"{table}\n\n{render_rows([ARRIVED_HEADER, *rows])}" if rows else table
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
     if outcome.error:
-        return (outcome.channel, outcome.error, *[""] * 7)
-    rates = (
-        outcome.neighbours_gb_s,
-        outcome.scattered_gb_s,
-        outcome.busy_gb_s,
-        outcome.loaded_gb_s,
-    )
+        return (outcome.channel, outcome.kv_dtype, outcome.error, *[""] * 10)
+    one_alone = outcome.neighbours_gb_s, outcome.scattered_gb_s
+    rates = *one_alone, outcome.busy_gb_s, outcome.loaded_gb_s
     return (
         outcome.channel,
+        outcome.kv_dtype,
+        "" if outcome.num_bytes is None else f"{outcome.num_bytes:,}",
         f"{outcome.open_s:.2f} s",
+        *(_milliseconds(outcome.num_bytes, rate) for rate in one_alone),
         *("" if rate is None else f"{rate:.1f}" for rate in rates),
         *(_against_alone(outcome, name) for name in ("p50_ms", "p99_ms", "slowest_ms")),
     )
 
 
-def _arrived_cells(channel: str, arrived: Arrived) -> tuple[str, ...]:
+def _milliseconds(num_bytes: int | None, rate_gb_s: float | None) -> str:
+    """Of a handoff."""
+    return "" if num_bytes is None or rate_gb_s is None else f"{num_bytes / rate_gb_s / 1e6:.2f}"
+
+
+def _arrived_cells(outcome: Outcome, arrived: Arrived) -> tuple[str, ...]:
     times = (f"{1e3 * s:.1f} ms" for s in (arrived.p50_s, arrived.p99_s, arrived.slowest_s))
     rate_gb_s = arrived.num_bytes / arrived.duration_s / 1e9
-    return (channel, str(arrived.num_handoffs), f"{rate_gb_s:.2f}", *times)
+    sizes = str(arrived.num_handoffs), f"{rate_gb_s:.2f}"
+    return (outcome.channel, outcome.kv_dtype, *sizes, *times)
 
 
 def _against_alone(outcome: Outcome, name: str) -> str:
@@ -327,13 +339,16 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), args.gpus)
-        outcomes = (Path(folder) / "outcomes.json").read_text()
+    outcomes: list[Outcome] = []
+    for kv_dtype in args.kv_dtype:
+        with tempfile.TemporaryDirectory() as folder:
+            run(Path(folder), args.gpus, kv_dtype)
+            written = (Path(folder) / "outcomes.json").read_bytes()
+        outcomes += msgspec.json.decode(written, type=list[Outcome])
     about = describe_machine() | {"torch": torch.__version__, "arguments": sys.argv[1:]}
-    print(render(msgspec.json.decode(outcomes, type=list[Outcome])))
+    print(render(outcomes))
     if args.json:
-        args.json.write_text(json.dumps({"about": about, "channels": json.loads(outcomes)}))
+        args.json.write_text(json.dumps({"about": about, "channels": list(map(asdict, outcomes))}))
 
 
 def parse() -> argparse.Namespace:
@@ -346,7 +361,13 @@ def parse() -> argparse.Namespace:
         help="which kinds; default all of the device",
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of one handoff")
-    parser.add_argument("--kv-dtype", choices=sorted(LAYOUTS), default="bfloat16")
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        choices=sorted(LAYOUTS),
+        default=["bfloat16"],
+        help="of K and V; several, also one twice, in turn",
+    )
     parser.add_argument("--rounds", type=int, default=10, help="handoffs, idle")
     parser.add_argument("--seconds", type=float, default=5.0, help="of decode steps; 0 = none")
     parser.add_argument(
@@ -365,12 +386,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(folder: Path, gpus: Sequence[int]) -> None:
+def run(folder: Path, gpus: Sequence[int], kv_dtype: str) -> None:
     """Both processes, each with a GPU of its own, until the sender is done."""
     processes = []
     for gpu, worker in zip(gpus, ("receive", "send"), strict=True):
         command = [sys.executable, "-m", "load_tests.lab.bench_channels", *sys.argv[1:]]
-        command += ["--worker", worker, "--folder", str(folder)]
+        command += ["--worker", worker, "--folder", str(folder), "--kv-dtype", kv_dtype]
         processes.append(subprocess.Popen(["env", f"CUDA_VISIBLE_DEVICES={gpu}", *command]))
     try:
         ended = processes[1].wait()
@@ -390,7 +411,8 @@ def work(args: argparse.Namespace) -> None:
     )
     # Room for the longest of the prompts that arrive, and then as much for them to be anywhere.
     longest = max(args.tokens, LONG_TOKENS[1] // args.shrink if args.handoffs_per_s else 0)
-    layout = LAYOUTS[args.kv_dtype]
+    [kv_dtype] = args.kv_dtype
+    layout = LAYOUTS[kv_dtype]
     num_blocks = STORE_FACTOR * layout.num_blocks_for(longest)
     end = End(args.folder, layout, num_blocks, config, args.device, args.address)
     stages = Stages()

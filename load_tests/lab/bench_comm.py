@@ -35,6 +35,8 @@ from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from load_tests.tables import render_rows
 
+logger = logging.getLogger(__name__)
+
 ROWS = (1, 16, 64, 256, 1024, 2048, 16384)
 WIDTHS = (5120, 8192)
 NUM_IN_GRAPH = 20
@@ -132,6 +134,8 @@ def measure(rank: Rank, store: Path, args: argparse.Namespace) -> str:
             ways = operations(comm, num_rows, width)
             asked = [ways.get(way) for way in args.columns]
             times = ["" if run is None else f"{time_us(comm, run):.2f}" for run in asked]
+            if rank.index == 0:  # at once: a run may be cut short
+                logger.info("%d x %d: %s", num_rows, width, " | ".join(times))
             rows.append((str(num_rows), str(width), f"{num_rows * width / 2**19:.2f}", *times))
     name = torch.cuda.get_device_name(device)
     comm.close()

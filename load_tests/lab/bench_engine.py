@@ -5,6 +5,8 @@
     python -m load_tests.lab.bench_engine --quantization fp8 --kv-dtype fp8_e4m3
     python -m load_tests.lab.bench_engine --shapes qwen3-30b-a3b --pin-routing 0 --no-host
     python -m load_tests.lab.bench_engine --shapes qwen3-32b --tensor-parallel 2 --quick
+    python -m load_tests.lab.bench_engine --shapes qwen3-32b --tensor-parallel 2 --works none \\
+        --num-blocks 17300 --limit-s 400 --figures figures.jsonl
     python -m load_tests.lab.bench_engine --tensor-parallel 2 --expert-parallel \\
         --shapes qwen3-30b-a3b --pin-routing 0 --set execution.enable_two_batch_overlap true
     python -m load_tests.lab.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
@@ -14,17 +16,23 @@ peer times itself: prompts are new in every round; a prefill is the median of ro
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
 `--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). What the
-host does between two launches, on every rank, and how steady steps are beside streams comes last,
-and with `--works none` alone.
+host does between two launches, on every rank, and how steady steps are beside streams comes first,
+and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
+is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
+process ends wherever it stands, with the stacks of its threads.
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 
 import argparse
+import faulthandler
 import json
 import logging
+import os
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +42,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from configs.load import load_config
 from configs.schema import AppConfig
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.scheduling.contracts import StepOutput
 from load_tests.lab.comparison import Comparison, compare, read_chain, read_peer, render_comparisons
+from load_tests.lab.figure_log import FigureLog
 from load_tests.lab.floors import H200, floor_s
 from load_tests.lab.following import LOG_FORMAT, Following
-from load_tests.lab.host_work import measure_host_work
+from load_tests.lab.host_work import measure_host_work, no_figures
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.kernel_profile import (
     KernelRun,
@@ -64,6 +74,8 @@ NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here 
 NUM_LISTED_KERNELS = 20
 QUICK_MEAN_OF = 16  # steps
 NUM_QUICK_TOKENS = DECODE_STEPS + 72  # rows begin to decode up to so many steps apart
+LIMIT_S = 3600.0
+CLOSE_S = 60.0  # once all is printed
 
 
 class Bench:
@@ -191,7 +203,11 @@ def step_rounds_s(firsts_s: Sequence[float], alls_s: Sequence[float]) -> list[fl
 
 
 def run_works(
-    bench: Bench, works: Sequence[Work], peer: dict[str, float], chain: dict[str, float]
+    bench: Bench,
+    works: Sequence[Work],
+    peer: dict[str, float],
+    chain: dict[str, float],
+    log: FigureLog,
 ) -> list[Comparison]:
     """Time every work, in order, and set it beside what others reached."""
     engine = bench.ours.engine
@@ -200,7 +216,7 @@ def run_works(
     for work in works:
         least_s = floor_s(work, engine.spec, engine.layout.dtype, machine)
         one = compare(work, bench.rounds_s(work), least_s, peer=peer, chain=chain)
-        logger.info("%s: %.4g %s", work.key, one.value, work.kind.value)
+        log.add_work(one)
         found.append(one)
     return found
 
@@ -289,6 +305,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
     parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
+    parser.add_argument("--figures", type=Path, help="file for each figure as it comes, in JSON")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of the whole run")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="one object")
     output.add_argument("--markdown", action="store_true", help="tables only, for a document")
@@ -331,34 +349,44 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def run(args: argparse.Namespace, scratch: Path) -> str:
-    """Build the engine, measure what `args` asks for, and return what is to be printed."""
+def run(args: argparse.Namespace, scratch: Path, show: Callable[[str], object]) -> None:
+    """Build the engine and measure what `args` asks for.
+
+    show: called with what is to be printed, before anything is closed.
+    """
     folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
-    config, model = engine_config(folder, args), None
-    if args.tensor_parallel > 1:
-        with Following(
-            config, scratch, pinned=args.pin_routing, uses_peer_memory=not args.nccl
-        ) as others:
-            if args.pin_routing is not None:
-                model = build_pinned(config, args.pin_routing, others.comm.rank)
-            ours = EngineInProcess(config, model, comm=others.comm)
-            del model
-            ours.engine.core.wrap_executor(others.lead)
-            return measure(ours, args, scratch, others.end)
-    if args.pin_routing is not None:
-        model = build_pinned(config, args.pin_routing)
-    ours = EngineInProcess(config, model)
-    del model  # the engine's alone: what is dropped with it is free
-    return measure(ours, args, scratch, _no_others)
+    config = engine_config(folder, args)
+    if args.tensor_parallel == 1:
+        show(measure(_build(config, args, SINGLE_RANK), args, scratch))
+        return
+    with Following(
+        config, scratch, pinned=args.pin_routing, uses_peer_memory=not args.nccl
+    ) as others:
+        show(_measure_led(others, config, args, scratch))
+
+
+def _measure_led(
+    others: Following, config: AppConfig, args: argparse.Namespace, scratch: Path
+) -> str:
+    """The engine ends with this function, before its ranks are disconnected."""
+    ours = _build(config, args, others.comm)
+    ours.engine.core.wrap_executor(others.lead)
+    return measure(ours, args, scratch, others.figures)
+
+
+def _build(config: AppConfig, args: argparse.Namespace, comm: Comm) -> EngineInProcess:
+    if args.pin_routing is None:
+        return EngineInProcess(config, comm=comm)
+    return EngineInProcess(config, build_pinned(config, args.pin_routing, comm.rank), comm=comm)
 
 
 def measure(
     ours: EngineInProcess,
     args: argparse.Namespace,
     scratch: Path,
-    end_others: Callable[[], list[Figure]],
+    of_ranks: Callable[[], list[Figure]] = no_figures,
 ) -> str:
-    """What is to be printed. end_others: stops other ranks and says what they cost the host."""
+    """What is to be printed. of_ranks: what following cost other ranks so far."""
     peer = read_peer(args.peer) if args.peer else {}
     chain = read_chain(args.chain) if args.chain else {}
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
@@ -367,25 +395,42 @@ def measure(
     logger.info("ready and warm")
     if args.profile:
         return profile_works(bench, works, args.traces or scratch, args.png)
-    comparisons = run_works(bench, works, peer, chain)
-    host = []
+    log, host = FigureLog(args.figures), []
     if not args.no_host:
-        prompts = bench.prompts(HOST_WORK.num_rows, HOST_WORK.num_tokens)
-        host = measure_host_work(bench.ours, prompts)
-    host += end_others()
+        num_rows = min(HOST_WORK.num_rows, args.max_rows)
+        prompts = bench.prompts(num_rows, HOST_WORK.num_tokens)
+        for figure in measure_host_work(bench.ours, prompts, of_ranks=of_ranks):
+            log.add(figure)
+            host.append(figure)
+    comparisons = run_works(bench, works, peer, chain, log)
+    if args.no_host:
+        host = of_ranks()
+        for figure in host:
+            log.add(figure)
     results = Results(comparisons=comparisons, host=host, about=describe(bench, args))
     return results.to_json() if args.json else results.render(is_document=args.markdown)
 
 
-def _no_others() -> list[Figure]:
-    return []
+def _print(text: str) -> None:
+    """Prints the last line; what is left to do has CLOSE_S."""
+    print(text, flush=True)
+    faulthandler.dump_traceback_later(CLOSE_S, exit=True)
 
 
 def main() -> None:
+    """Ends the process, without the interpreter's cleanup: that may wait for other ranks."""
     args = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    with tempfile.TemporaryDirectory() as scratch:
-        print(run(args, Path(scratch)))
+    faulthandler.dump_traceback_later(args.limit_s, exit=True)
+    status = 1
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            run(args, Path(scratch), _print)
+        status = 0
+    except BaseException:  # noqa: BLE001 - any: it ends the process
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _ignore(output: StepOutput) -> None:

@@ -1,15 +1,19 @@
 """Growing conversations over a KV cache that is four times too small, with and without a host tier.
 
     python -m load_tests.lab.bench_host_tier
-    python -m load_tests.lab.bench_host_tier --device cuda --shapes qwen3-8b --scale 4 --host-gib 64
-    python -m load_tests.lab.bench_host_tier_vllm --shapes qwen3-8b ...     # the same turns on vLLM
+    python -m load_tests.lab.bench_host_tier --device cuda --shapes qwen3-8b --scale 1 \\
+        --duration-s 60 --max-model-len 8192 --at-once 8 --max-output-tokens 32 --host-gib 12
+    python -m load_tests.lab.bench_host_tier_vllm ...       # the same turns on vLLM
 
-The turns of a scenario's conversations, in the order in which they are due, one at a time: so a
-first token waits for its own prompt alone. Conversations are scaled in their lengths; their ends
-are cut off where they exceed the model's context. The cache holds a share of what all conversations
-alive at one time have said. Three kinds of runs, in turn and on fresh engines with the same
-weights: no tier, a tier, and again both on prompts that are all different (nothing is ever found,
-everything is evicted), which is what a tier costs. Every run must give the same tokens.
+The turns of a scenario's conversations, in the order in which they are due, so many `--at-once` and
+each after the one before it in its conversation: the next is asked as soon as one has its answer.
+With one at a time (the default) a first token waits for its own prompt alone. Conversations are
+scaled in their lengths; their ends are cut off where they exceed the model's context. The cache
+holds a share of what all conversations alive at one time have said, but no less than one context.
+
+An engine without a tier and a fresh one with it, over the same weights, in turn. Each answers the
+conversations, and then prompts of the same lengths that are all different: nothing is found and
+everything is evicted, which is what a tier costs. On a CPU every engine must give the same tokens.
 """
 
 import argparse
@@ -17,11 +21,11 @@ import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Protocol
 
 import msgspec
 
@@ -37,8 +41,9 @@ from load_tests.tables import describe_machine, render_rows
 
 BLOCK_SIZE = 16
 IDLE_WAIT_S = 0.05
+WARM_SALT = 10**6  # of prompts that nobody times
 HEADER = [
-    "run", "first token ms: mean", "p50", "p90", "later turns: mean", "all s", "cpu s",
+    "run", "first token ms: mean", "p50", "p90", "later turns: mean", "turns/s", "all s", "cpu s",
     "found %", "from host %", "loads", "given up", "tokens computed",
 ]  # fmt: skip
 
@@ -52,7 +57,7 @@ class Ask:
     number: int  # of the turn, from 0
 
 
-def scaled(session: Session, scale: float, max_tokens: int) -> Session:
+def scaled(session: Session, scale: float, max_tokens: int, max_output_tokens: int) -> Session:
     """With shorter (or longer) pieces and answers, as far as all of it fits the context."""
     turns: list[Turn] = []
     num_tokens = 0
@@ -61,7 +66,7 @@ def scaled(session: Session, scale: float, max_tokens: int) -> Session:
             Piece(name=piece.name, num_tokens=max(1, round(scale * piece.num_tokens)))
             for piece in turn.pieces
         )
-        num_output = max(1, round(scale * turn.num_output_tokens))
+        num_output = min(max(1, round(scale * turn.num_output_tokens)), max_output_tokens)
         num_tokens += sum(piece.num_tokens for piece in pieces) + num_output
         if num_tokens > max_tokens:
             break
@@ -100,25 +105,30 @@ def working_set_tokens(sessions: Sequence[Session], asks: Sequence[Ask]) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
+class Answer:
+    """Of a turn, as far as it has come."""
+
+    ask: Ask
+    began_s: float
+    tokens: list[int] = field(default_factory=list)
+    num_found_tokens: int = 0  # of the prompt, not computed
+    first_s: float = 0.0  # from `began_s` to the first token
+
+
+@dataclass(slots=True, kw_only=True)
 class Result:
     """What one run took."""
 
-    tokens: list[list[int]] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    later_s: list[float] = field(default_factory=list)  # of turns after the first
-    num_prompt_tokens: int = 0
-    num_found_tokens: int = 0  # on the device, loaded ones among them
+    tokens: list[list[int]]  # of each turn
+    first_s: list[float]
+    later_s: list[float]  # of turns after the first
+    num_prompt_tokens: int
+    num_found_tokens: int  # on the device, loaded ones among them
+    wall_s: float
+    cpu_s: float
     num_loaded_tokens: int = 0
     num_loads: int = 0
     num_given_up: int = 0
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-
-    def note_first(self, seconds: float, ask: Ask) -> None:
-        """The first token of an answer has come."""
-        self.first_s.append(seconds)
-        if ask.number > 0:
-            self.later_s.append(seconds)
 
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
@@ -129,6 +139,7 @@ class Result:
             f"{statistics.median(first_ms):.1f}",
             f"{p90:.1f}",
             f"{statistics.mean(later_ms):.1f}" if later_ms else "-",
+            f"{len(first_ms) / self.wall_s:.2f}",
             f"{self.wall_s:.1f}",
             f"{self.cpu_s:.1f}",
             f"{100 * self.num_found_tokens / self.num_prompt_tokens:.1f}",
@@ -139,70 +150,130 @@ class Result:
         ]
 
 
-def play(
-    ask_one: Callable[[list[int], Ask, Result], None],
-    vocab_size: int,
-    sessions: Sequence[Session],
-    gap_s: float,
-    *,
-    grows: bool,
-    salt: int,
-) -> Result:
-    """Ask all turns, one after the other; unless it `grows`, each turn has a prompt of its own.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of one prompt, in one step."""
 
-    ask_one: answers a prompt, and notes the answer's tokens and times. salt: one salt, the same
-    prompts.
-    """
-    result = Result()
-    said = [IdDialogue(Content(salt=salt, vocab_size=vocab_size)) for _ in sessions]
+    key: Hashable
+    tokens: Sequence[int]  # new ones
+    num_found_tokens: int  # of the prompt, if it is told with these
+
+
+class Player(Protocol):
+    """An engine that answers several prompts at a time, greedily, and to the length asked for."""
+
+    def begin(self, prompt: list[int], num_tokens: int) -> Hashable:
+        """Returns the key of the prompt's answer."""
+        ...
+
+    def step(self) -> Sequence[Progress]: ...
+
+
+class Prompts:
+    """What each turn asks; one salt, the same prompts."""
+
+    def __init__(
+        self, sessions: Sequence[Session], vocab_size: int, salt: int, *, grows: bool
+    ) -> None:
+        """grows: a turn repeats what its conversation has said; else it has a prompt of its own, as
+        long as that but for the answers.
+        """
+        self._sessions = sessions
+        self._vocab_size = vocab_size
+        self._salt = salt
+        self._grows = grows
+        self._said = [self._dialogue(salt) for _ in sessions]
+
+    def of(self, ask: Ask) -> list[int]:
+        dialogue, pieces = self._said[ask.session], ask.turn.pieces
+        if not self._grows:
+            turns = self._sessions[ask.session].turns[: ask.number + 1]
+            pieces = tuple(piece for turn in turns for piece in turn.pieces)
+            dialogue = self._dialogue(self._salt + 1 + ask.turn.index)
+        return [i for i in dialogue.ask(pieces) if isinstance(i, int)]
+
+    def answered(self, ask: Ask, tokens: Sequence[int]) -> None:
+        self._said[ask.session].hear("", tokens, ask.turn.pieces[0])
+
+    def _dialogue(self, salt: int) -> IdDialogue:
+        return IdDialogue(Content(salt=salt, vocab_size=self._vocab_size))
+
+
+def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) -> Result:
+    """Ask all turns, so many at a time, in their order as far as their conversations allow it."""
+    waiting, answers = list(asks), dict[int, Answer]()  # by the turn's index
+    running: dict[Hashable, Answer] = {}
+    num_prompt_tokens = 0
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    for ask in in_order(sessions, gap_s):
-        pieces: Sequence[Piece] = ask.turn.pieces
-        dialogue = said[ask.session]
-        if not grows:  # as long as the conversation's
-            turns = sessions[ask.session].turns[: ask.number + 1]
-            pieces = [piece for turn in turns for piece in turn.pieces]
-            dialogue = IdDialogue(Content(salt=salt + 1 + ask.turn.index, vocab_size=vocab_size))
-        prompt = dialogue.ask(pieces)
-        ask_one([i for i in prompt if isinstance(i, int)], ask, result)
-        dialogue.hear("", result.tokens[-1], pieces[0])
-    result.wall_s = time.perf_counter() - began_s
-    result.cpu_s = time.process_time() - began_cpu_s
-    return result
+    while waiting or running:
+        talking = {answer.ask.session for answer in running.values()}
+        while len(running) < at_once:
+            ask = next((ask for ask in waiting if ask.session not in talking), None)
+            if ask is None:
+                break
+            waiting.remove(ask)
+            talking.add(ask.session)
+            prompt = prompts.of(ask)
+            num_prompt_tokens += len(prompt)
+            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=time.perf_counter())
+            running[player.begin(prompt, ask.turn.num_output_tokens)] = answer
+        for progress in player.step():
+            answer = running[progress.key]
+            if progress.tokens and not answer.tokens:
+                answer.first_s = time.perf_counter() - answer.began_s
+            answer.tokens += progress.tokens
+            answer.num_found_tokens = max(answer.num_found_tokens, progress.num_found_tokens)
+            if len(answer.tokens) == answer.ask.turn.num_output_tokens:
+                prompts.answered(answer.ask, answer.tokens)
+                del running[progress.key]
+    in_turn = [answers[ask.turn.index] for ask in asks]
+    return Result(
+        tokens=[answer.tokens for answer in in_turn],
+        first_s=[answer.first_s for answer in in_turn],
+        later_s=[answer.first_s for answer in in_turn if answer.ask.number > 0],
+        num_prompt_tokens=num_prompt_tokens,
+        num_found_tokens=sum(answer.num_found_tokens for answer in in_turn),
+        wall_s=time.perf_counter() - began_s,
+        cpu_s=time.process_time() - began_cpu_s,
+    )
+
+
+class OurPlayer:
+    """An engine of ours."""
+
+    def __init__(self, ours: EngineInProcess) -> None:
+        self._ours = ours
+        self._has_news = Event()
+        if ours.engine.host_tier is not None:
+            ours.engine.host_tier.on_progress(self._has_news.set)
+
+    def begin(self, prompt: list[int], num_tokens: int) -> Hashable:
+        return self._ours.add(prompt, num_tokens)
+
+    def step(self) -> Sequence[Progress]:
+        self._has_news.clear()
+        output = self._ours.step()
+        if not output.has_progressed:  # as a worker's engine thread does
+            self._has_news.wait(self._ours.engine.core.idle_s(IDLE_WAIT_S))
+        return [
+            Progress(record.key, [record.token_id], record.num_cached_tokens or 0)
+            for _, record in output.tokens
+        ]
 
 
 def run(
-    ours: EngineInProcess, sessions: Sequence[Session], gap_s: float, *, grows: bool, salt: int
+    ours: EngineInProcess, sessions: Sequence[Session], args: argparse.Namespace, *, grows: bool
 ) -> Result:
     """As `play`, on an engine of ours."""
-    vocab_size = ours.engine.spec.vocab_size
-    result = play(partial(_ask, ours), vocab_size, sessions, gap_s, grows=grows, salt=salt)
-    tier = ours.engine.load().host_tier
-    if tier is not None:
-        result.num_loaded_tokens = tier.num_loaded * BLOCK_SIZE
-        result.num_loads, result.num_given_up = tier.num_waits, tier.num_given_up
+    prompts = Prompts(sessions, ours.engine.spec.vocab_size, 1, grows=grows)
+    before = ours.engine.load().host_tier
+    result = play(OurPlayer(ours), prompts, list(in_order(sessions, args.gap_s)), args.at_once)
+    after = ours.engine.load().host_tier
+    if before is not None and after is not None:
+        result.num_loaded_tokens = (after.num_loaded - before.num_loaded) * BLOCK_SIZE
+        result.num_loads = after.num_waits - before.num_waits
+        result.num_given_up = after.num_given_up - before.num_given_up
     return result
-
-
-def _ask(ours: EngineInProcess, prompt: list[int], ask: Ask, result: Result) -> None:
-    began_s = time.perf_counter()
-    ours.add(prompt, ask.turn.num_output_tokens)
-    tokens: list[int] = []
-    core, tier, has_news = ours.engine.core, ours.engine.host_tier, Event()
-    if tier is not None:
-        tier.on_progress(has_news.set)
-    while core.has_work:
-        has_news.clear()
-        output = ours.step()
-        if not output.has_progressed:  # as a worker's engine thread does
-            has_news.wait(core.idle_s(IDLE_WAIT_S))
-        for _, record in output.tokens:
-            if not tokens:
-                result.note_first(time.perf_counter() - began_s, ask)
-                result.num_found_tokens += record.num_cached_tokens or 0
-            tokens.append(record.token_id)
-    result.num_prompt_tokens += len(prompt)
-    result.tokens.append(tokens)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -211,7 +282,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", choices=sorted(SHAPES), help="random weights of these shapes")
     parser.add_argument("--scenario", default="agents")
     parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")
+    parser.add_argument("--max-output-tokens", type=int, default=10**6, help="of an answer")
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--at-once", type=int, default=1, help="turns that are answered together")
     parser.add_argument("--duration-s", type=float, default=20.0, help="of the arrivals")
     parser.add_argument("--gap-s", type=float, default=5.0, help="between turns, beside thinking")
     parser.add_argument("--share", type=float, default=0.25, help="cache / working set")
@@ -247,27 +320,37 @@ def engine_config(
 
 
 class Runner:
-    """Fresh engines over the same weights."""
+    """Fresh engines over the same weights, and what each of them took."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path | None, num_blocks: int) -> None:
-        self._args, self._folder, self._num_blocks = args, folder, num_blocks
-        self._model: CausalLM | None = None
-
-    def run(
+    def __init__(
         self,
+        args: argparse.Namespace,
+        folder: Path | None,
         sessions: Sequence[Session],
-        *,
-        host_gib: float,
-        grows: bool,
-        disk: Path | None = None,
-    ) -> Result:
-        config = engine_config(self._args, self._folder, self._num_blocks, host_gib, disk)
+        num_blocks: int,
+    ) -> None:
+        self._args, self._folder = args, folder
+        self._sessions, self._num_blocks = sessions, num_blocks
+        self._model: CausalLM | None = None
+        self._expected: dict[bool, list[list[int]]] = {}
+        self.rows = [HEADER]
+
+    def run(self, name: str, host_gib: float, disk: Path | None = None) -> None:
+        """Adds a row for each kind of prompts; prints them."""
+        args = self._args
+        config = engine_config(args, self._folder, self._num_blocks, host_gib, disk)
         ours = EngineInProcess(config, self._model)
         self._model = ours.engine.executor.model
         try:
-            gap_s = self._args.gap_s
-            run(ours, sessions[:3], gap_s, grows=False, salt=10**6)  # to fit the cost model
-            return run(ours, sessions, gap_s, grows=grows, salt=1)
+            few = self._sessions[:3]
+            warm = Prompts(few, ours.engine.spec.vocab_size, WARM_SALT, grows=False)
+            play(OurPlayer(ours), warm, list(in_order(few, args.gap_s)), 1)  # fits the cost model
+            for grows, about in ((True, "conversations"), (False, "all different")):
+                result = run(ours, self._sessions, args, grows=grows)
+                expected = self._expected.setdefault(grows, result.tokens)
+                assert args.device == "cuda" or expected == result.tokens, "other tokens"
+                self.rows.append([f"{about}, {name}", *result.cells()])
+                print("  ".join(self.rows[-1]), flush=True)
         finally:
             ours.engine.close()
 
@@ -276,7 +359,8 @@ def draw(args: argparse.Namespace) -> tuple[list[Session], int]:
     """The conversations, and how many blocks the cache has; prints both."""
     scenario = read_scenario(args.scenario)
     scenario = msgspec.structs.replace(scenario, duration_s=args.duration_s, seed=args.seed)
-    sessions = [scaled(s, args.scale, args.max_model_len - 1) for s in draw_sessions(scenario)]
+    cut = args.scale, args.max_model_len - 1, args.max_output_tokens
+    sessions = [scaled(session, *cut) for session in draw_sessions(scenario)]
     asks = list(in_order(sessions, args.gap_s))
     most = working_set_tokens(sessions, asks)
     num_blocks = max(int(args.share * most) // BLOCK_SIZE, args.max_model_len // BLOCK_SIZE)
@@ -290,30 +374,18 @@ def draw(args: argparse.Namespace) -> tuple[list[Session], int]:
 def main() -> None:
     args = build_parser().parse_args()
     sessions, num_blocks = draw(args)
-    rows = [HEADER]
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_shapes(args.shapes, Path(scratch)) if args.shapes else None
-        runner = Runner(args, folder, num_blocks)
-        for grows, about in ((True, "conversations"), (False, "all different")):
-            expected: list[list[int]] | None = None
-            for _ in range(args.rounds):
-                for host_gib in (0.0, args.host_gib):
-                    result = runner.run(sessions, host_gib=host_gib, grows=grows)
-                    expected = expected or result.tokens
-                    assert args.device == "cuda" or expected == result.tokens, "other tokens"
-                    rows.append([f"{about}, {host_gib:g} GiB", *result.cells()])
-                    print("  ".join(rows[-1]), flush=True)
-                if args.disk_host_gib is not None:
-                    for disk in (None, Path(scratch) / f"kv-{grows}"):
-                        result = runner.run(
-                            sessions, host_gib=args.disk_host_gib, grows=grows, disk=disk
-                        )
-                        assert args.device == "cuda" or expected == result.tokens, "other tokens"
-                        below = "" if disk is None else " + disk"
-                        name = f"{about}, {args.disk_host_gib:g} GiB{below}"
-                        rows.append([name, *result.cells()])
-                        print("  ".join(rows[-1]), flush=True)
-    print(render_rows(rows))
+        runner = Runner(args, folder, sessions, num_blocks)
+        for number in range(args.rounds):
+            for host_gib in (0.0, args.host_gib):
+                runner.run(f"{host_gib:g} GiB", host_gib)
+            if args.disk_host_gib is not None:
+                name = f"{args.disk_host_gib:g} GiB"
+                runner.run(name, args.disk_host_gib)
+                disk = Path(scratch) / f"kv-{number}"
+                runner.run(f"{name} + disk", args.disk_host_gib, disk)
+    print(render_rows(runner.rows))
     print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
 
 

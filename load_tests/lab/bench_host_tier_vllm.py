@@ -1,12 +1,12 @@
 """The turns of bench_host_tier on vLLM in this process, with and without its own KV offloading.
 
     python -m load_tests.lab.bench_host_tier_vllm --shapes qwen3-8b --scale 1 --duration-s 60 \\
-        --max-model-len 16384 --host-gib 32
+        --max-model-len 8192 --at-once 8 --max-output-tokens 32 --host-gib 12
     python -m load_tests.lab.bench_host_tier_vllm ... --host-gib 0      # the same without it
 
-The same conversations, scaled alike, over as many blocks of 16 tokens, one turn at a time, random
-weights, greedy. vLLM keeps prefixes in its cache, and with `--host-gib` offloads to pinned memory
-of that size by its native connector (`kv_offloading_size`), which copies blocks as they are
+The same conversations, scaled alike, over as many blocks of 16 tokens, so many turns `--at-once`,
+random weights, greedy. vLLM keeps prefixes in its cache, and with `--host-gib` offloads to pinned
+memory of that size by its native connector (`kv_offloading_size`), which copies blocks as they are
 computed. One kind of run a process: an engine does not give its memory back. Prompt tokens that
 vLLM says it found count as found, wherever they were; those from its host memory it does not tell
 apart, so that column is 0. Needs an installed vLLM (written for 0.26).
@@ -15,19 +15,29 @@ apart, so that column is 0. Needs an installed vLLM (written for 0.26).
 import argparse
 import importlib
 import tempfile
-import time
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.process_environment import set_defaults
 from load_tests.lab.bench_engine_vllm import environment
-from load_tests.lab.bench_host_tier import BLOCK_SIZE, HEADER, Ask, Result, build_parser, draw, play
+from load_tests.lab.bench_host_tier import (
+    BLOCK_SIZE,
+    HEADER,
+    WARM_SALT,
+    Progress,
+    Prompts,
+    build_parser,
+    draw,
+    in_order,
+    play,
+)
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine, render_rows
 
 
-class VllmTurns:
-    """Answers one prompt at a time on vLLM's synchronous engine."""
+class VllmPlayer:
+    """vLLM's synchronous engine, as a `Player`."""
 
     def __init__(self, options: dict[str, object]) -> None:
         """options: of vllm.LLM. Raises ImportError without vLLM."""
@@ -36,27 +46,26 @@ class VllmTurns:
         self._sampling_params = vllm.SamplingParams
         self._engine = vllm.LLM(**options).llm_engine
         self._num_asked = 0
+        self._nums_known: dict[str, int] = {}  # tokens of each answer so far
 
-    def ask(self, prompt: list[int], ask: Ask, result: Result) -> None:
+    def begin(self, prompt: list[int], num_tokens: int) -> Hashable:
         sampling = self._sampling_params(
-            max_tokens=ask.turn.num_output_tokens,
-            ignore_eos=True,
-            temperature=0.0,
-            detokenize=False,
+            max_tokens=num_tokens, ignore_eos=True, temperature=0.0, detokenize=False
         )
         self._num_asked += 1
-        began_s, tokens, num_found = time.perf_counter(), list[int](), 0
-        given = {"prompt_token_ids": prompt}
-        self._engine.add_request(f"turn-{self._num_asked}", given, sampling)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if not tokens and output.outputs[0].token_ids:
-                    result.note_first(time.perf_counter() - began_s, ask)
-                tokens = list(output.outputs[0].token_ids)
-                num_found = output.num_cached_tokens or num_found
-        result.num_found_tokens += num_found
-        result.num_prompt_tokens += len(prompt)
-        result.tokens.append(tokens)
+        key = f"turn-{self._num_asked}"
+        self._engine.add_request(key, {"prompt_token_ids": prompt}, sampling)
+        self._nums_known[key] = 0
+        return key
+
+    def step(self) -> Sequence[Progress]:
+        found = []
+        for output in self._engine.step():
+            key, tokens = output.request_id, list(output.outputs[0].token_ids)
+            new = tokens[self._nums_known[key] :]
+            self._nums_known[key] = len(tokens)
+            found.append(Progress(key, new, output.num_cached_tokens or 0))
+        return found
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -77,7 +86,8 @@ def llm_options(model: Path, num_blocks: int, args: argparse.Namespace) -> dict[
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
     }
     if args.host_gib > 0:
-        options["kv_offloading_size"] = args.host_gib
+        # Releases before a default was set do nothing by the size alone.
+        options |= {"kv_offloading_size": args.host_gib, "kv_offloading_backend": "native"}
     return options
 
 
@@ -91,22 +101,24 @@ def main() -> None:
     set_defaults(environment(args.shapes))
     vocab_size, rows = SHAPES[args.shapes]["vocab_size"], [HEADER]
     assert isinstance(vocab_size, int)
+    asks, few = list(in_order(sessions, args.gap_s)), list(in_order(sessions[:3], args.gap_s))
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shapes(args.shapes, Path(scratch))
-        turns = VllmTurns(llm_options(model, num_blocks, args))
+        player = VllmPlayer(llm_options(model, num_blocks, args))
         try:
             for number in range(args.rounds):
-                salt = 10**7 * (1 + number)  # new prompts: what was said before stays cached
-                given = turns.ask, vocab_size
-                play(*given, sessions[:3], args.gap_s, grows=False, salt=salt + 10**6)
+                # New prompts in each run: what was said before stays cached.
+                salt = 10 * (number + 1) * WARM_SALT
+                play(player, Prompts(sessions[:3], vocab_size, salt, grows=False), few, 1)
                 for grows, about in ((True, "conversations"), (False, "all different")):
-                    apart = salt + 5 * 10**6 * grows
-                    result = play(*given, sessions, args.gap_s, grows=grows, salt=apart)
-                    name = f"vLLM {turns.version}, {about}, {args.host_gib:g} GiB"
+                    salt += WARM_SALT
+                    prompts = Prompts(sessions, vocab_size, salt, grows=grows)
+                    result = play(player, prompts, asks, args.at_once)
+                    name = f"vLLM {player.version}, {about}, {args.host_gib:g} GiB"
                     rows.append([name, *result.cells()])
                     print("  ".join(rows[-1]), flush=True)
         finally:
-            turns.close()
+            player.close()
     print(render_rows(rows))
     print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
 

@@ -3,21 +3,29 @@
     python -m load_tests.lab.following FILE RANK        (started by `Following`)
 
 Each sees one GPU, as a worker's ranks do, and follows the same ring by the same loop. Both sides
-note when a message was written, read and launched, so that the cost of following can be told.
+note when a message was written, read and launched, so that the cost of following can be told. The
+others leave what they note in files, step by step: it can be told at any time, and needs no rank
+that ends well.
 """
 
+import ctypes
+import gc
 import logging
+import math
 import os
+import signal
 import statistics
+import struct
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import NamedTuple, NoReturn, Self
 
 import msgspec
 import torch
@@ -27,7 +35,7 @@ from engine.build import build_engine
 from engine.clock import MonotonicClock
 from engine.core import Executor, PendingStep
 from engine.layers.context import Comm
-from engine.plan import StepPlan
+from engine.plan import StepPlan, StepResult
 from engine.ranks.board import open_board
 from engine.ranks.leading import (
     COMPARE_EVERY,
@@ -38,15 +46,20 @@ from engine.ranks.leading import (
     report_failure,
 )
 from engine.ranks.meeting import join_ranks
-from engine.ranks.plan_ring import PlanRing, PlanRingReader
+from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from engine.ranks.rank import Rank
 from load_tests.lab.pinned_routing import build_pinned
 from load_tests.tables import Figure, median_figure
 
+logger = logging.getLogger(__name__)
+
 START_S = 120.0  # until the other processes run
+LOOK_S = 1.0  # at whether they still do, until they are here
 STUCK_S = 60.0  # of anything between ranks
+END_S = 20.0  # until a process has ended that was told to, or was killed
 NUM_TOLD_STEPS = 256  # the last ones: figures are of these
 FINGERPRINT = "bench"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_FORMAT = "%(process)d %(relativeCreated)6d ms %(message)s"
 
 
@@ -61,11 +74,17 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     uses_peer_memory: bool
 
 
-class RankTimes(msgspec.Struct, kw_only=True):
-    """Of one rank, by message or launch, on a clock that all processes share."""
+class StepMoments(NamedTuple):
+    """When a rank did what with a step, in seconds on a clock that all processes share."""
 
-    read_s: list[float] = []
-    launch_s: list[tuple[float, float]] = []  # began, ended
+    read: float  # its message was read from the ring
+    launch_began: float
+    launch_ended: float
+    take_began: float  # its result was taken; NaN = the step had not ended, so this would wait
+    take_ended: float
+
+
+_MOMENTS = struct.Struct(f"<{len(StepMoments._fields)}d")
 
 
 class Following:
@@ -90,7 +109,8 @@ class Following:
         self._config = config
         self._folder = folder
         self._uses_peer_memory = uses_peer_memory
-        self._written_s: list[tuple[float, float]] = []  # began, ended
+        self._written_s: list[tuple[float, float]] = []  # began, ended; of every step's message
+        self._launched_s: list[tuple[float, float]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._leading: LeadingExecutor | None = None
         self._is_ending = False
@@ -99,25 +119,27 @@ class Following:
         name = f"bench-{uuid.uuid4().hex}"
         self._ring = ring = PlanRing(name, self._size - 1, STUCK_S)
         self._reports = RankReports(ring, self._size, self._on_end)
-        board = open_board()
         asked = Followed(
             config=self._config,
             ring=name,
-            board=board,
+            board=open_board(),
             size=self._size,
             pinned=self._pinned,
             uses_peer_memory=self._uses_peer_memory,
         )
         path = self._folder / "followed.json"
         path.write_bytes(msgspec.json.encode(asked))
-        for rank in range(1, self._size):
-            command = [sys.executable, "-m", "load_tests.lab.following", str(path), str(rank)]
-            sees = self._sees(rank)
-            self._processes.append(subprocess.Popen(["env", *sees, *command]))
-        for _ in self._processes:
-            ring.accept(START_S)
-        self._reports.start()
-        self.comm = join(asked, 0)
+        try:
+            for rank in range(1, self._size):
+                command = [sys.executable, "-m", "load_tests.lab.following", str(path), str(rank)]
+                sees = self._sees(rank)
+                self._processes.append(subprocess.Popen(["env", *sees, *command]))
+            self._wait_connected(ring)
+            self._reports.start()
+            self.comm = join(asked, 0)
+        except BaseException:
+            self._kill()
+            raise
         return self
 
     def _sees(self, rank: int) -> list[str]:
@@ -126,6 +148,18 @@ class Following:
         found = torch.cuda.device_count()
         assert found >= self._size, f"{self._size} ranks need as many GPUs; here are {found}"
         return [f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(rank).uuid}"]
+
+    def _wait_connected(self, ring: PlanRing) -> None:
+        """Raises RingError after START_S, or when a process has ended."""
+        num_missing, until_s = len(self._processes), time.monotonic() + START_S
+        while num_missing:
+            try:
+                ring.accept(LOOK_S)
+                num_missing -= 1
+            except RingError:
+                ended = [process.poll() for process in self._processes]
+                if any(code is not None for code in ended) or time.monotonic() > until_s:
+                    raise
 
     def lead(self, executor: Executor) -> Executor:
         """An executor whose plans the other ranks launch, too."""
@@ -138,7 +172,7 @@ class Following:
 
         self._ring.write = timed  # type: ignore[method-assign]
         self._leading = LeadingExecutor(
-            executor,
+            _NotedLaunches(executor, self._launched_s),
             self._ring,
             self._reports,
             compare_every=COMPARE_EVERY,
@@ -146,32 +180,30 @@ class Following:
         )
         return self._leading
 
-    def end(self) -> list[Figure]:
-        """Stop the other ranks; what following cost in the last NUM_TOLD_STEPS steps."""
-        assert self._leading is not None, "nobody was led"
-        self._is_ending = True
-        self._leading.stop()
-        for process in self._processes:
-            process.wait(STUCK_S)
-        figures = [_figure("leader: write to the ring", _spans_us(self._written_s))]
+    def figures(self) -> list[Figure]:
+        """What following cost so far, in the last NUM_TOLD_STEPS steps that ended on every rank."""
+        figures = [
+            _figure("leader: write to the ring", _spans_us(self._written_s)),
+            _figure("leader: launch after that", _spans_us(self._launched_s)),
+        ]
         for rank in range(1, self._size):
-            data = _times_path(self._folder, rank).read_bytes()
-            figures += self._figures_of(rank, msgspec.json.decode(data, type=RankTimes))
+            figures += self._figures_of(rank, read_moments(_moments_path(self._folder, rank)))
         return figures
 
-    def _figures_of(self, rank: int, times: RankTimes) -> list[Figure]:
-        """The order to stop is a message, too, and no step."""
-        assert len(times.read_s) == len(self._written_s), "not every message was read"
-        began_s = [began for began, _ in self._written_s]
-        way = [1e6 * (read - at) for read, at in zip(times.read_s, began_s, strict=True)][:-1]
-        until_launched = [
-            1e6 * (ended - read)
-            for read, (_, ended) in zip(times.read_s[:-1], times.launch_s, strict=True)
-        ]
+    def _figures_of(self, rank: int, steps: Sequence[StepMoments]) -> list[Figure]:
+        num_told = len(steps), len(self._written_s)
+        assert 0 < num_told[0] <= num_told[1], f"rank {rank} noted {num_told[0]} of {num_told[1]}"
+        written = zip(steps, self._written_s, strict=False)  # the last ones have not ended there
+        way_us = [1e6 * (step.read - began_s) for step, (began_s, _) in written]
+        launched_us = [1e6 * (step.launch_ended - step.read) for step in steps]
+        launch_us = [1e6 * (step.launch_ended - step.launch_began) for step in steps]
+        take_us = [1e6 * (step.take_ended - step.take_began) for step in steps]
+        taken_us = [took_us for took_us in take_us if not math.isnan(took_us)]
         return [
-            *_p50_and_p99(f"ring to rank {rank}", way[-NUM_TOLD_STEPS:]),
-            _figure(f"rank {rank}: message to launched", until_launched),
-            _figure(f"rank {rank}: launch", _spans_us(times.launch_s)),
+            *_p50_and_p99(f"ring to rank {rank}", way_us[-NUM_TOLD_STEPS:]),
+            _figure(f"rank {rank}: message to launched", launched_us),
+            _figure(f"rank {rank}: launch", launch_us),
+            *([_figure(f"rank {rank}: take a step's result", taken_us)] if taken_us else []),
         ]
 
     def __exit__(
@@ -180,14 +212,33 @@ class Following:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Takes a bounded time, whatever the others do: see END_S, and `abort` of comm.py."""
         self._is_ending = True
+        if error is not None:  # else an operation could wait for the dead
+            self._kill()
+            return
+        if self._leading is not None:
+            with suppress(RingError):  # one that is dead needs no order to stop
+                self._leading.stop()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        codes = [process.poll() for process in self._processes]
+        if any(codes) or None in codes:
+            logger.warning("the other ranks ended with %s (None = not at all)", codes)
+        self._kill()
+        if self._reports.wait_end(END_S) is not None:  # then nobody looks at the ring
+            self._ring.close()
+        self._leading = None  # it has the engine's executor
+        gc.collect()  # the engine's graphs hold operations of the group, whose end waits for them
+        self.comm.close()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-            process.wait()
-        if error is None:  # else it could wait for the dead
-            self._reports.wait_end(STUCK_S)  # then nobody looks at the ring
-            self._ring.close()
-            self.comm.close()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):  # the kernel has not ended it yet
+                process.wait(END_S)
 
     def _on_end(self, end: RankEnd) -> None:
         """On a thread; the other may be in an operation that never ends."""
@@ -227,47 +278,105 @@ def _spans_us(spans_s: Sequence[tuple[float, float]]) -> list[float]:
     return [1e6 * (ended - began) for began, ended in spans_s]
 
 
-def _times_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
+def _moments_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.moments"
+
+
+def read_moments(path: Path) -> list[StepMoments]:
+    """The steps that a rank has noted so far, in their order; the last may be half written."""
+    data = path.read_bytes()
+    whole = data[: len(data) // _MOMENTS.size * _MOMENTS.size]
+    return [StepMoments(*moments) for moments in _MOMENTS.iter_unpack(whole)]
+
+
+class _NotedLaunches:
+    """An executor whose launches are noted: when each began and ended."""
+
+    def __init__(self, executor: Executor, launched_s: list[tuple[float, float]]) -> None:
+        self._executor = executor
+        self._launched_s = launched_s
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        began_s = time.perf_counter()
+        step = self._executor.launch(plan)
+        self._launched_s.append((began_s, time.perf_counter()))
+        return step
 
 
 # ---- another rank --------------------------------------------------------------------------------
 
 
+class StepNotes:
+    """Notes the moments of a rank's steps, and leaves them in a file between two messages."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._noted: list[bytes] = []
+        self.read_s = 0.0  # when the newest message was read
+
+    def note(self, moments: StepMoments) -> None:
+        self._noted.append(_MOMENTS.pack(*moments))
+
+    def write(self) -> None:
+        if self._noted:
+            self._file.write(b"".join(self._noted))
+            self._noted.clear()
+
+
 class _TimedReader:
     """A ring's reader that notes when it returned."""
 
-    def __init__(self, ring: PlanRingReader, times: RankTimes) -> None:
-        self._times = times
+    def __init__(self, ring: PlanRingReader, notes: StepNotes) -> None:
+        self._notes = notes
         self._read: Callable[[float | None], bytes | None] = ring.read
         self.report = ring.report
         self.report_in_turn = ring.report_in_turn
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
+        self._notes.write()
         message = self._read(timeout_s)
-        if message is not None:
-            self._times.read_s.append(time.perf_counter())
+        self._notes.read_s = time.perf_counter()
         return message
 
 
 class _TimedExecutor:
-    def __init__(self, executor: Executor, times: RankTimes) -> None:
+    def __init__(self, executor: Executor, notes: StepNotes) -> None:
         self._executor = executor
-        self._times = times
+        self._notes = notes
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        began_s = time.perf_counter()
+        read_s, began_s = self._notes.read_s, time.perf_counter()
         step = self._executor.launch(plan)
-        self._times.launch_s.append((began_s, time.perf_counter()))
-        return step
+        return _TimedStep(step, self._notes, (read_s, began_s, time.perf_counter()))
+
+
+class _TimedStep:
+    def __init__(
+        self, step: PendingStep, notes: StepNotes, launched: tuple[float, float, float]
+    ) -> None:
+        """launched: when the step's message was read, its launch began and ended."""
+        self._step = step
+        self._notes = notes
+        self._launched = launched
+
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
+    def wait(self) -> StepResult:
+        began_s = time.perf_counter() if self._step.is_done else math.nan
+        result = self._step.wait()
+        self._notes.note(StepMoments(*self._launched, began_s, time.perf_counter()))
+        return result
 
 
 def follow(path: Path, rank: int) -> NoReturn:
-    """Build, launch what rank 0 launches until it says stop, and leave the times in a file."""
+    """Build, launch what rank 0 launches until it says stop, and leave the moments in a file."""
+    _die_with_parent()
     asked = msgspec.json.decode(path.read_bytes(), type=Followed)
     ring = PlanRingReader(asked.ring, rank - 1, START_S, STUCK_S)
     threading.Thread(target=_end_with_leader, args=(ring,), daemon=True).start()
-    times = RankTimes()
+    notes = StepNotes(_moments_path(path.parent, rank))
     try:
         comm, model = join(asked, rank), None
         if asked.pinned is not None:
@@ -276,13 +385,24 @@ def follow(path: Path, rank: int) -> NoReturn:
             asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, model=model, comm=comm
         )
         del model  # the engine's alone
-        reader, executor = _TimedReader(ring, times), _TimedExecutor(engine.executor, times)
+        reader, executor = _TimedReader(ring, notes), _TimedExecutor(engine.executor, notes)
         Follower(executor, reader, engine.grammars.prepare).run()  # type: ignore[arg-type]
     except Exception as error:
         report_failure(ring, error)
         raise
-    _times_path(path.parent, rank).write_bytes(msgspec.json.encode(times))
+    notes.write()
     os._exit(0)  # without cleanup, which may wait for other ranks
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process with rank 0's, whatever it is doing then.
+
+    Raises OSError. The thread that waits for the ring's end needs the interpreter's lock, which a
+    call of the driver may hold for ever.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _end_with_leader(ring: PlanRingReader) -> None:

@@ -10,7 +10,7 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -31,26 +31,37 @@ NUM_NEIGHBOURS = 32
 Tokens = Sequence[tuple[str, TokenRecord]]
 
 
+def no_figures() -> list[Figure]:
+    """Of ranks that are not there."""
+    return []
+
+
 def measure_host_work(
-    ours: EngineInProcess, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS
-) -> list[Figure]:
-    """Decode all prompts together: alone, then with NUM_STREAMS streams encoded beside."""
+    ours: EngineInProcess,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int = NUM_TOKENS,
+    of_ranks: Callable[[], list[Figure]] = no_figures,
+) -> Iterator[Figure]:
+    """Decode all prompts together: alone, then with NUM_STREAMS streams encoded beside.
+
+    Yields each figure as soon as it is measured. of_ranks: what other ranks had to do with the
+    steps so far; asked before there are streams.
+    """
     gc.collect()
     gc.freeze()  # as a worker does once it has loaded
     try:
         alone = _decode(ours, prompts, num_tokens, None)
-        times = ours.engine.core.statistics()
+        yield from _host_figures(ours.engine.core.statistics())
+        yield from of_ranks()
+        yield from _step_figures("step", alone.durations_s)
         with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
             beside = _decode(ours, prompts, num_tokens, readers)
+        yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside.durations_s)
     finally:
         gc.unfreeze()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
-    return [
-        *_host_figures(times),
-        median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step"),
-        *_step_figures("step", alone.durations_s),
-        *_step_figures(f"step beside {NUM_STREAMS} streams", beside.durations_s),
-    ]
+    yield median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step")
 
 
 class StreamReaders:

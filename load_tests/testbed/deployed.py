@@ -34,7 +34,8 @@ PATIENCE_S = 60.0
 CHECK_EVERY_S = 0.05
 ANSWER_S = 10.0  # an actor that exists
 NUM_LOOKS = 5
-PORTS = range(20_000, 30_000)  # below Linux's own, above those of Ray's workers
+# Below Linux's own, above those of Ray's workers; without those that were given.
+_PORTS = random.sample(range(20_000, 30_000), 10_000)
 # Short enough for tests, long enough for a machine that is busy with other tests.
 LIFETIMES = {
     "lifetimes.supervisor_silence_s": 8.0,
@@ -54,12 +55,13 @@ def wait_until(holds: Callable[[], bool], what: str, patience_s: float = PATIENC
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens, out of those that the kernel gives to nobody else.
+    """A TCP port on which nothing listens, at each call another one.
 
-    One that the kernel chooses may be a connection's of another test before it is listened on.
+    It is one of those that the kernel gives to nobody else: one that the kernel chooses may be a
+    connection's of another test before it is listened on.
     """
     while True:
-        port = random.choice(PORTS)
+        port = _PORTS.pop()
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
@@ -161,6 +163,18 @@ class Application:
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.get("/ready")[0] == 200, f"{self.name} is ready")
+
+    def wait_loaded(self) -> None:
+        """Until every worker has loaded its model: with one of each role it is ready."""
+
+        def have_loaded() -> bool:
+            try:
+                self.statistics()
+            except (ValueError, ray.exceptions.RayError):
+                return False
+            return True
+
+        wait_until(have_loaded, f"all workers of {self.name} have loaded their models")
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a GET."""

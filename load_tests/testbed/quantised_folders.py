@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 Array = NDArray[Any]
 _MAX_FP8 = 448.0
 _BF16 = torch.bfloat16
+ONE_OF_EACH = 0x11111111  # a word of eight ones
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i of a word hold this output of eight
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_LINEARS = ("w1", "w2", "w3")
@@ -213,7 +214,7 @@ def _gptq(
         )
         tensors = {
             "qweight": pack_words(numbers.T, 0),
-            "qzeros": pack_words((zeros.T - zero_offset) % 16, 1),
+            "qzeros": pack_words(zeros.T, 1) - zero_offset * ONE_OF_EACH,
             "scales": scale.T.contiguous(),
             "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }

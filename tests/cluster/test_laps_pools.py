@@ -1,5 +1,7 @@
 """Length-aware placement in a whole application: pools, prefixes found again, `/laps_status`."""
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -13,6 +15,11 @@ def _status(application: Application) -> dict[str, object]:
     assert response.status_code == 200, response.text
     status: dict[str, object] = response.json()
     return status
+
+
+def num_cached_blocks(worker: Any) -> int:
+    """Of a worker that runs nothing, for `call_in_workers`."""
+    return int(worker._host.engine.cache.num_cached_idle)
 
 
 def test_the_status_names_every_worker_and_its_pool(disaggregated: Application) -> None:
@@ -38,17 +45,16 @@ def test_a_prompt_goes_where_its_prefix_is(disaggregated: Application) -> None:
         ).json()
         return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def known() -> tuple[int, int]:
-        """What the allocator knows: how many blocks are cached, and tokens queued."""
+    def knows_all() -> bool:
+        """Whether nothing is queued, and the allocator has heard of every cached block."""
         workers = _status(disaggregated)["workers"]
         assert isinstance(workers, list)
-        num_blocks = sum(worker["num_cached_blocks"] for worker in workers)
-        return num_blocks, sum(worker["queued_tokens"] for worker in workers)
+        known = {worker["worker"]: worker["num_cached_blocks"] for worker in workers}
+        cached = disaggregated.call_in_workers(num_cached_blocks)
+        is_idle = not any(worker["queued_tokens"] for worker in workers)
+        return is_idle and known == {name: cached[name] for name in known}
 
-    wait_until(lambda: known()[1] == 0, "nothing is under way")
-    due_blocks = known()[0] + len(first_turn) // 16
+    wait_until(knows_all, "nothing is under way")
     assert num_cached(first_turn) == 0
-    # At least: it may hear of blocks that other tests cached only now.
-    wait_until(lambda: known()[0] >= due_blocks, "the allocator heard of the cached blocks")
-    wait_until(lambda: known()[1] == 0, "nothing is under way")
+    wait_until(knows_all, "the allocator has heard of the cached blocks")
     assert num_cached([*first_turn, *range(300, 500)]) == len(first_turn)

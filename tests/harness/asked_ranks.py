@@ -10,7 +10,7 @@ from engine.ranks.asides import Asides, AsideThreads, Begin, Kind, Work, beside
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 NO_STEPS: Any = None
 
 

@@ -53,11 +53,13 @@ class Faults:
     lose_reply: set[int] = field(default_factory=set)  # pieces whose acknowledgement is lost
     duplicate: set[int] = field(default_factory=set)  # pieces whose header comes twice
     break_channel: set[int] = field(default_factory=set)  # the connection closes under them
+    fail_write: set[int] = field(default_factory=set)  # writes, in their order, that a rank fails
     die_at: set[int] = field(default_factory=set)  # D dies when this piece's header comes
     refuse_kinds: set[ChannelKind] = field(default_factory=set)  # channels that do not open
     dead_senders: set[str] = field(default_factory=set)  # incarnations that D waits for in vain
     refuse_own_end: set[ChannelKind] = field(default_factory=set)  # P's end does not open, D waits
     num_pieces: int = 0
+    num_writes: int = 0
 
 
 class Wire:

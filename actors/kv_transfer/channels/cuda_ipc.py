@@ -3,7 +3,8 @@
 The sender's offer in the opening call describes its store; the receiver maps it, once per channel,
 and pulls a piece's blocks straight into the reserved ones. One-sided: the sender only names blocks,
 and keeps them until the piece is acknowledged or its own deadline has passed. If it reuses them
-too early, or dies, the digests of what was pulled do not match. A mapping outlives its exporter.
+too early, or dies, the digests of what was pulled do not match. A mapping outlives its exporter,
+whose GPU keeps the memory for it: the channel closes when the sender's process ends.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.kv_transfer.channels.handshake import PROBE_BYTES, PROBE_ROUNDS, probe_bandwidth
+from actors.kv_transfer.channels.sender_process import SenderProcess
 from actors.kv_transfer.contracts import (
     ArrivedBlocks,
     Deliver,
@@ -161,8 +163,10 @@ class CudaIpcReceiver(Generic[S]):
         """source: the sender's store, or its ranks' stores. on_close: gives back what maps it."""
         self._epoch = epoch
         self._pieces = pieces
-        self._source = source
+        self._source: S | None = source  # None = it is closed, and nothing is mapped for it
         self._on_close = on_close
+        self._process: SenderProcess | None = None  # None = its end does not matter
+        self._closing: asyncio.Task[None] | None = None  # by the end of the sender
         self._numbers = PieceNumbers()
         self._unread: set[PulledBlocks[S]] = set()
         self._all_read = asyncio.Event()
@@ -185,7 +189,8 @@ class CudaIpcReceiver(Generic[S]):
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"
-        source_ids = self._check(num_bytes, payload)
+        assert self._source is not None, "it is open"
+        source_ids = self._check(num_bytes, payload, len(self._source))
         piece = PulledBlocks(self._pieces, self._source, source_ids, self._end)
         self._unread.add(piece)
         return piece
@@ -195,15 +200,27 @@ class CudaIpcReceiver(Generic[S]):
         was_open, self._is_open = self._is_open, False
         if self._unread:
             await self._all_read.wait()
+        self._source = None
+        if self._process is not None:
+            self._process.close()
         if was_open and self._on_close is not None:
             await self._on_close()
+
+    def close_with(self, process: SenderProcess) -> None:
+        """Closes also when the sender's process ends, and then `process`."""
+
+        def close() -> None:
+            self._closing = asyncio.ensure_future(self.close())
+
+        self._process = process
+        process.at_end(close)
 
     def _end(self, piece: PulledBlocks[S]) -> None:
         self._unread.discard(piece)
         if not self._unread and not self._is_open:
             self._all_read.set()
 
-    def _check(self, num_bytes: int, payload: list[Any]) -> list[int]:
+    def _check(self, num_bytes: int, payload: list[Any], num_blocks: int) -> list[int]:
         try:
             payloads = msgspec.convert(payload, list[list[int]])
         except msgspec.ValidationError as error:
@@ -211,7 +228,6 @@ class CudaIpcReceiver(Generic[S]):
         source_ids = payloads[0] if len(payloads) == 1 else []
         if len(payloads) > 1 or len(source_ids) * self._pieces.block_bytes != num_bytes:
             raise HandoffError(f"{len(source_ids)} blocks were named for {num_bytes} bytes")
-        num_blocks = len(self._source)
         if not all(0 <= block_id < num_blocks for block_id in source_ids):
             raise HandoffError(f"blocks {source_ids} of a store that has {num_blocks}")
         return source_ids

@@ -18,8 +18,14 @@ blocks.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from actors.kv_transfer.channels.cuda_ipc import CudaIpcSender, offer_store, open_receiver
+from actors.kv_transfer.channels.cuda_ipc import (
+    CudaIpcReceiver,
+    CudaIpcSender,
+    offer_store,
+    open_receiver,
+)
 from actors.kv_transfer.channels.gloo_pair import GlooConnection, GlooReceiver, GlooSender
 from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK
 from actors.kv_transfer.channels.host_staging import HostStagedSender, pageable
@@ -30,6 +36,7 @@ from actors.kv_transfer.channels.object_store import (
     ObjectStoreSender,
 )
 from actors.kv_transfer.channels.rank_ipc import is_of_ranks, offer_ranks, open_rank_receiver
+from actors.kv_transfer.channels.sender_process import SenderProcess
 from actors.kv_transfer.contracts import (
     ReceiveChannel,
     RendezvousClient,
@@ -76,7 +83,7 @@ class DeviceChannels:
             return offer_ranks(self.pieces.stores, has_own_blocks=True)
         return offer_store(self.pieces.tensor)
 
-    async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
+    async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> CudaIpcReceiver[Any]:
         given, pieces = (request.epoch, request.offer), self.pieces
         if isinstance(pieces, RankPieces | OwnBlockPieces):
             return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
@@ -157,11 +164,11 @@ class WorkerChannels:
                 return self._staged(sender)
 
     async def open_receive(self, request: PairRequest) -> ReceiveChannel:
+        if request.channel == "cuda_ipc":
+            return await self._open_mapped(request)
         if self._by_ranks is not None and self._by_ranks.pulls is not None:
-            return await self._open_by_ranks(request, self._by_ranks.pulls)
+            return await self._by_ranks.pulls.open_links(request)
         match request.channel:
-            case "cuda_ipc":
-                return await self._require_device().open_ipc(request, self._floors_gb_s.cuda_ipc)
             case "nccl_pair":
                 return await self._require_device().nccl.open_receive(request, self._rendezvous)
             case "gloo_pair":
@@ -169,11 +176,20 @@ class WorkerChannels:
             case "object_store":
                 return ObjectStoreReceiver(request.epoch, self._deadline_s, self._empty)
 
-    async def _open_by_ranks(self, request: PairRequest, pulls: PullsByRanks) -> ReceiveChannel:
-        if request.channel != "cuda_ipc":
-            return await pulls.open_links(request)
-        self._require_device()
-        return await pulls.open(request.epoch, request.offer, self._floors_gb_s.cuda_ipc)
+    async def _open_mapped(self, request: PairRequest) -> ReceiveChannel:
+        device, floor_gb_s = self._require_device(), self._floors_gb_s.cuda_ipc
+        process = SenderProcess(request.sender.name, request.sender.pid)
+        try:
+            if self._by_ranks is not None and self._by_ranks.pulls is not None:
+                pulls = self._by_ranks.pulls
+                channel = await pulls.open(request.epoch, request.offer, floor_gb_s)
+            else:
+                channel = await device.open_ipc(request, floor_gb_s)
+        except BaseException:
+            process.close()
+            raise
+        channel.close_with(process)
+        return channel
 
     def _require_device(self) -> DeviceChannels:
         if self._device is None:

@@ -35,6 +35,7 @@ from actors.openai.request_rules import (
     check_metadata,
     invalid,
     missing,
+    refused_as,
     unknown_kind,
 )
 from actors.openai.responses.bodies import (
@@ -58,6 +59,13 @@ _SAME = (
     *("structured_outputs", "chat_template_kwargs", "include_reasoning", "priority"),
     "cache_salt",
 )
+# Field of a chat -> the field that it was made of.
+_SOURCES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 _LOGPROBS = "message.output_text.logprobs"
 # What else may be asked to be included: parts that no answer here has.
 _INCLUDABLE = (
@@ -89,7 +97,8 @@ def parse_responses(
     check_metadata(asked.metadata)
     messages = _conversation(asked, stored, before)
     chat = _as_chat(asked, _with_instructions(asked, messages))
-    parsed = read_chat(chat, limits, model, new_seed)
+    with refused_as(_SOURCES):
+        parsed = read_chat(chat, limits, model, new_seed)
     keep = _keeping(stored, messages) if asked.store is not False and stored.is_on else None
     shape = ResponsesShape(
         repeated=_repeated(asked, parsed, is_stored=keep is not None),

@@ -45,7 +45,7 @@ from engine.kv.host.shared_file import KEY, MAX_MEMBERS, SHARED, BusyError, Shar
 
 FREE, WRITING, READY = 0, 1, 2
 NOBODY = 0xFF
-REFILL_BLOCKS = 64  # taken at a time, from the reserve or by eviction
+REFILL_BLOCKS = 64  # taken at a time from the reserve, and at least by eviction
 MIN_POOL_BLOCKS = 8  # a pool of so many is not stolen from
 
 _MAGIC = 0x4C4150534B563101  # its last byte is the version
@@ -55,6 +55,7 @@ _HITS = 2048  # offset of a counter in the header's page
 _ALIGNMENT = 2 * 2**20  # of the blocks: pages of that size, where the kernel has them
 _WAYS = 8  # places of a bucket
 _PLACES_PER_BLOCK = 4
+_EVICTED_SHARE = 1024  # of a large arena, evicted at a time: finding the oldest reads all of it
 _INDEX_WAIT_S = 2e-3  # on a thread that steps
 _JOIN_WAIT_S = 5.0
 
@@ -260,15 +261,12 @@ class HostArena:
         """
         taken: list[int] = []
         while len(taken) < num_blocks:
-            if not self._own:
-                self._own = self._slots(FREE, self.member).tolist()
-            if self._own:
-                with self._locked(pool_byte(self.member)) as is_held:
-                    if not is_held:
-                        break
-                    taken += self._take_own(num_blocks - len(taken))
-            elif not self._refill():
+            if not self._own and not self._refill():
                 break
+            with self._locked(pool_byte(self.member)) as is_held:
+                if not is_held:
+                    break
+                taken += self._take_own(num_blocks - len(taken))
         return taken
 
     def _take_own(self, num_blocks: int) -> list[int]:
@@ -307,8 +305,8 @@ class HostArena:
                 self._hashes[slot * HASH_BYTES : (slot + 1) * HASH_BYTES] = name
                 self._checks[slot] = _unsigned(digest) ^ _name_of(name)
                 self._used[slot] = now_ns - number
-                self._move_one(slot, READY, NOBODY)
                 self._enter(slot, name)
+                self._move_one(slot, READY, NOBODY)
                 num_new += 1
         return num_new
 
@@ -333,47 +331,57 @@ class HostArena:
     # ---- pools -----------------------------------------------------------------------------------
 
     def _refill(self) -> bool:
-        """Gets free blocks into this worker's pool; False if there are none to be had now."""
-        reserve = self._take_reserve()
-        if reserve is None:
+        """Finds free blocks for this worker's pool; False if there are none to be had now."""
+        # One look at all words: where most blocks are stored, few are left to be told apart.
+        others = np.flatnonzero((self._all_words & 0xFF) != READY)
+        self._own = others[self._is(others, FREE, self.member)].tolist()
+        if self._own:
+            return True
+        is_there = self._take_reserve(others)
+        if is_there is None:
             return False  # another process is in the way, and would be in what follows
-        return reserve or self._steal() or self._bury_dead() or self._evict_oldest()
+        return is_there or self._steal(others) or self._bury_dead(others) or self._evict_oldest()
 
-    def _take_reserve(self) -> bool | None:
-        if len(self._slots(FREE, NOBODY)) == 0:
+    def _take_reserve(self, others: Slots) -> bool | None:
+        """others: blocks that may be free; None = another process is in the way."""
+        if not self._is(others, FREE, NOBODY).any():
             return False
         with self._locked(SHARED) as is_held:
             if not is_held:
                 return None
-            free = self._slots(FREE, NOBODY)[:REFILL_BLOCKS]
+            free = others[self._is(others, FREE, NOBODY)][:REFILL_BLOCKS]
             self._move(free, FREE, self.member)
+        self._own = free.tolist()
         return len(free) > 0
 
-    def _steal(self) -> bool:
+    def _steal(self, others: Slots) -> bool:
         """Takes half of the next pool that has more than a few."""
+        words = self._all_words[others]
+        owners = (words[(words & 0xFF) == FREE] >> 8) & 0xFF
+        sizes = np.bincount(owners.astype(np.int64), minlength=MAX_MEMBERS)
         for step in range(1, MAX_MEMBERS):
             victim = (self.member + step) % MAX_MEMBERS
-            if len(self._slots(FREE, victim)) <= MIN_POOL_BLOCKS:
+            if sizes[victim] <= MIN_POOL_BLOCKS:
                 continue
             with self._locked(pool_byte(victim)) as is_held:
                 if not is_held:
                     continue
-                theirs = self._slots(FREE, victim)
+                theirs = others[self._is(others, FREE, victim)]
                 if len(theirs) > MIN_POOL_BLOCKS:
-                    self._move(theirs[: len(theirs) // 2], FREE, self.member)
+                    stolen = theirs[: len(theirs) // 2]
+                    self._move(stolen, FREE, self.member)
+                    self._own = stolen.tolist()
                     return True
         return False
 
-    def _bury_dead(self) -> bool:
+    def _bury_dead(self, others: Slots) -> bool:
         """Returns what dead workers had to the reserve, and takes of it."""
-        words = self._all_words
-        owners = np.unique((words[(words & 0xFF) != READY] >> 8) & 0xFF).tolist()
-        for owner in owners:
+        for owner in np.unique((self._all_words[others] >> 8) & 0xFF).tolist():
             if owner < MAX_MEMBERS:
                 with self._file.dead(owner) as is_dead, suppress(BusyError):
                     if is_dead:
                         self._give_back(owner, _INDEX_WAIT_S)
-        return bool(self._take_reserve())
+        return bool(self._take_reserve(others))
 
     def _give_back(self, member: int, wait_s: float) -> None:
         """Returns to the reserve what a member had that is gone, or is this one."""
@@ -388,11 +396,13 @@ class HostArena:
             if not is_held:
                 return False
             ready = np.flatnonzero((self._all_words & 0xFF) == READY)
-            num_blocks = min(len(ready), REFILL_BLOCKS, 1 + self.num_blocks // 16)
+            most = max(REFILL_BLOCKS, self.num_blocks // _EVICTED_SHARE)
+            num_blocks = min(len(ready), most, 1 + self.num_blocks // 16)
             if num_blocks == 0:
                 return False
-            oldest = np.argpartition(self._all_used[ready], num_blocks - 1)[:num_blocks]
-            self._evict(ready[oldest])
+            oldest = ready[np.argpartition(self._all_used[ready], num_blocks - 1)[:num_blocks]]
+            self._evict(oldest)
+        self._own = oldest.tolist()
         return True
 
     # ---- the index -------------------------------------------------------------------------------

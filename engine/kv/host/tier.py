@@ -60,11 +60,14 @@ class BlockMover(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """Counters of this worker since the start, in blocks; then the arena's present sizes."""
+    """Counters of this worker since the start, in blocks; then the arena's present sizes.
+
+    The first four add up to all that were evicted, but for those that are being saved.
+    """
 
     num_stored: int
     num_known: int  # evicted from the device, and in the arena already
-    num_dropped: int  # evicted, and not stored: no block of the arena was to be had
+    num_dropped: int  # evicted, and not stored: the arena had no room now, or the tier is off
     num_skipped: int  # evicted, and not stored: nothing that is stored is ever found
     num_loaded: int  # into blocks of the device, and checked
     num_corrupt: int  # loaded, and not what was stored
@@ -111,6 +114,10 @@ class HostLoad:
     def cancel(self) -> None:
         """What is not under way need not come."""
         self.is_cancelled = True
+
+    def resume(self) -> None:
+        """Go on after all, unless it is over already."""
+        self.is_cancelled = False
 
 
 class _Save:
@@ -178,6 +185,7 @@ class HostTier:
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         """Takes blocks (id, hash) that the device cache has evicted, in that order."""
         if self._is_off:
+            self._counts["dropped"] += len(evicted)
             return
         if self._is_in_vain(len(evicted)):
             self._counts["skipped"] += len(evicted)
@@ -235,12 +243,15 @@ class HostTier:
                 self._end(load)
 
     def _publish(self, save: _Save) -> bool:
+        """False if another process is in the way."""
         if save.digests is None:
             self._arena.give_back(save.slots)
+            self._counts["dropped"] += len(save.slots)
             return True
         num_new = self._arena.publish(save.slots, save.hashes, save.digests)
         if num_new is not None and not save.is_from_disk:
             self._counts["stored"] += num_new
+            self._counts["known"] += len(save.slots) - num_new  # another worker was sooner
             if self._disk is not None:
                 self._disk.write_behind([b for h in save.hashes for b in self._arena.find([h])])
         return num_new is not None
@@ -270,7 +281,9 @@ class HostTier:
         return found
 
     def levels(self) -> list[StoredLevel]:
-        """What others may know of where blocks are; any thread."""
+        """What others may know of where blocks are; none if nothing can be loaded. Any thread."""
+        if self._is_off:
+            return []
         host = StoredLevel(self._arena.place, self._published, self._block_s, _LOAD_FLOOR_S)
         if self._disk is None:
             return [host]
@@ -344,14 +357,15 @@ class HostTier:
         assert self._disk is not None, "a block is on disk"
         try:
             for i in range(first, end):
-                block = load.blocks[i]
-                if load.is_cancelled or not self._arena.is_unchanged(block):
+                if load.is_cancelled:
                     break
-                if not self._disk.read(load.files[i], self._arena.blocks[block.slot]):
+                block = load.blocks[i]
+                is_ours = self._arena.is_unchanged(block)
+                if not (is_ours and self._disk.read(load.files[i], self._arena.blocks[block.slot])):
+                    if i == first:  # else what was read is loaded first
+                        load.problem = "gone"
                     break
                 load.num_read = i + 1
-            if load.num_read <= first and not load.is_cancelled:
-                load.problem = "gone"
         except Exception:
             logger.exception("the host tier is switched off: a block could not be read")
             self._fail(load)

@@ -49,6 +49,35 @@ def messages(**fields: Any) -> list[dict[str, object]]:
 # ---- requests -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", ["The answer is (", [{"type": "text", "text": "The"}]])
+def test_an_answer_goes_on_in_a_last_message_of_the_assistant(content: object) -> None:
+    sent = {"messages": [USER, {"role": "assistant", "content": content}]}
+    (prompt,) = parse(**sent).prompts
+    counted = parse_count_tokens(json.dumps(sent).encode(), MODEL)
+    for asked in (prompt, counted):
+        assert isinstance(asked, TokenizeRequest)
+        assert asked.continue_final_message
+        assert not asked.add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        [{"type": "thinking", "thinking": "hm", "signature": "s"}],
+        [
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "t", "name": "now", "input": {}},
+        ],
+    ],
+)
+def test_a_last_message_without_text_to_go_on_in_is_one_of_many(answer: object) -> None:
+    (prompt,) = parse(messages=[USER, {"role": "assistant", "content": answer}]).prompts
+    assert isinstance(prompt, TokenizeRequest)
+    assert prompt.add_generation_prompt
+    assert not prompt.continue_final_message
+
+
 def test_blocks_become_messages() -> None:
     sent = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
@@ -136,12 +165,23 @@ def test_what_agents_add_is_ignored() -> None:
             "messages[0].content[0].type",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        (
+            # No call came before it; where it stands among a chat's messages says nothing.
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
+                ]
+            },
+            "messages",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert caught.value.param == param
+    assert "'stop" not in caught.value.message.replace("'stop_sequences'", "")
 
 
 def test_the_prompt_that_is_counted_is_the_one_that_is_asked() -> None:

@@ -104,8 +104,8 @@ def test_haproxy_leaves_with_the_process_that_started_it(tmp_path: Path) -> None
     with manager.stdout as told:
         haproxy = psutil.Process(int(told.readline()))
     try:
-        wait_until(lambda: is_open(front), "HAProxy listens", 30)
         with replica, ThreadPoolExecutor(1) as client:
+            wait_until(lambda: is_open(front), "HAProxy listens", 30)
             waiting = client.submit(httpx.get, f"http://127.0.0.1:{front}", timeout=30)
             with replica.accept()[0] as asked:
                 manager.kill()

@@ -1,11 +1,14 @@
 """A client that stops in the middle of its request's body."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.types import Message, Scope
 
+from load_tests.testbed.deployed import metric_sum
 from tests.actors.ingress.edge_app import EdgeApp, edge_app
 
 
@@ -31,6 +34,44 @@ def test_a_body_that_does_not_come_is_given_up_and_holds_no_place(path: str) -> 
     assert app.post({"max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/detokenize"])
+def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = edge_app()
+
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"max_to', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(_: Message) -> None:
+        """Nobody reads it, and no server raises for that."""
+
+    with caplog.at_level(logging.INFO, logger="actors"):
+        asyncio.run(app.app(_posting(path), receive, send))
+    assert not caplog.records
+    text = app.ask(lambda client: client.get("/metrics")).text
+    assert metric_sum(text, "laps_requests_failed_total") == 0
+    assert metric_sum(text, "laps_clients_left_total") == 1
+
+
+def _posting(path: str) -> Scope:
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("127.0.0.1", 8000),
+    }
+
+
 async def _no_body() -> AsyncIterator[bytes]:
     raise AssertionError("a body was read that is refused by its headers")
     yield b""
@@ -50,7 +91,7 @@ def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_comes() -> No
     for length in ("1001", "9" * 40):
         answer = _ask_without_reading(app, {"content-length": length})
         assert answer.status_code == 413
-        assert answer.headers["connection"] == "close"
+        assert "connection" not in answer.headers, "the client could not read this while it sends"
         assert "1000 bytes" in answer.json()["error"]["message"]
     assert app.post({"max_tokens": 1}).status_code == 200
 

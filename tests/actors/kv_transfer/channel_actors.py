@@ -11,7 +11,7 @@ import numpy as np
 import ray
 import torch
 
-from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels
+from actors.kv_transfer.channels.worker_channels import GlooReceiver, KvPieces, WorkerChannels
 from actors.kv_transfer.contracts import Channels, ReceiveChannel, SendChannel
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.receiver import HandoffReceiver
@@ -129,6 +129,11 @@ class Side:
             return f"{type(error).__name__}: {error.message}"
         self.received[seq] = data.tobytes()
         return "ok"
+
+    async def hasten(self, deadline_s: float) -> None:
+        """From now on, for the receiving end of a gloo pair."""
+        assert isinstance(self._receiving, GlooReceiver)
+        self._receiving._connection._wire._deadline_s = deadline_s
 
     async def put(self, seed: int, num_bytes: int) -> list[Any]:
         return [ray.put(random_bytes(seed, num_bytes))]

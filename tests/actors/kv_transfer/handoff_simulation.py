@@ -16,7 +16,7 @@ from actors.kv_transfer.peer_links import PeerLinks, no_offer
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.sender import HandoffSender
 from configs.schema import HandoffConfig
-from engine.errors import WorkerError
+from engine.errors import HandoffError, WorkerError
 from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import ChannelKind, FailureRecord, Role, WorkerIdentity
@@ -53,7 +53,8 @@ class LoopEngine:
 class MemoryPieces:
     """A KV store of bytes: [num_blocks, block_bytes]."""
 
-    def __init__(self, num_blocks: int, seed: int) -> None:
+    def __init__(self, num_blocks: int, seed: int, faults: Faults) -> None:
+        self._faults = faults
         rng = np.random.default_rng(seed)
         shape = (num_blocks, LAYOUT.block_bytes)
         self.blocks = rng.integers(0, 256, size=shape, dtype=np.uint8)
@@ -65,6 +66,9 @@ class MemoryPieces:
 
     async def write(self, block_ids: Sequence[int], piece: StagedPiece) -> bool:
         await asyncio.sleep(0.001)
+        number, self._faults.num_writes = self._faults.num_writes, self._faults.num_writes + 1
+        if number in self._faults.fail_write:
+            raise HandoffError("rank 1: a wire broke")
         if _digests(piece.data) != piece.digests:
             return False
         self.blocks[list(block_ids)] = piece.data.reshape(len(block_ids), -1)
@@ -173,7 +177,7 @@ class World:
         return no_offer(kind)
 
     def new_pieces(self, role: Role, num_blocks: int, seed: int) -> MemoryPieces:
-        return MemoryPieces(num_blocks, seed)
+        return MemoryPieces(num_blocks, seed, self.faults)
 
     def on_grant(self) -> None:
         """D has reserved blocks."""

@@ -70,7 +70,7 @@ class _Calls:
         self._comm = comm
         self._is_under_way = False
 
-    def ask(self, _: str, order: bytes) -> Callable[[], Any]:
+    def ask(self, order: bytes) -> Callable[[], Any]:
         if self._is_under_way:
             self._wait()
         self._comm.gather_bytes(order)
@@ -78,7 +78,7 @@ class _Calls:
         return self._wait
 
     def end(self) -> None:
-        self.ask("", _END)
+        self.ask(_END)
 
     def _wait(self) -> Any:
         self._is_under_way = False
@@ -114,7 +114,7 @@ def link_twice(comm: Comm, kind: ChannelKind, device: str, path: str) -> Tensor 
         _give(comm, HeadGiver(whole_part(WHOLE), KvPieces(_filled(whole_part(WHOLE), on)), wires))
         return None
     part, calls = part_of(READER, WHOLE), _Calls(comm)
-    linking = Linking(wires=wires, ask=calls.ask, reader="reader")
+    linking = Linking(wires=wires, find=lambda _: calls.ask, reader="reader")
     store = _filled(part, on)
     puller = RankPuller(part, KvPieces(store), index=READER.index, linking=linking)
     ids = list(range(NUM_BLOCKS))

@@ -6,6 +6,7 @@ stores stands in for CUDA's, a loop over the ranks for the ring that asks them, 
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -162,7 +163,7 @@ class AskedChannels(PulledChannels):
 
     def _by_ranks(self, pieces: RankPieces | OneRank) -> PullsByRanks:
         stores = self._receiver().stores
-        linking = Linking(wires=NO_WIRES, ask=self._ask, reader="")
+        linking = Linking(wires=NO_WIRES, find=lambda actor: partial(self._ask, actor), reader="")
         own, *others = [
             RankPuller(part, KvPieces(store), index=rank, linking=linking)
             for rank, (part, store) in enumerate(zip(pieces.parts, stores, strict=True))

@@ -1,8 +1,12 @@
 """The receiver's end of `cuda_ipc` over a store that is mapped by a fake."""
 
 import asyncio
+import os
 import random
-from collections.abc import Awaitable, Callable
+import subprocess
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,19 +15,24 @@ import torch
 from torch import Tensor
 
 from actors.kv_transfer import kv_pieces
+from actors.kv_transfer.channels import worker_channels
 from actors.kv_transfer.channels.cuda_ipc import (
     CudaIpcReceiver,
     CudaIpcSender,
+    PulledBlocks,
     StoreOffer,
     host_id,
     open_receiver,
 )
-from actors.kv_transfer.contracts import StagedPiece, UnfitError
+from actors.kv_transfer.channels.worker_channels import DeviceChannels, WorkerChannels
+from actors.kv_transfer.contracts import ReceiveChannel, StagedPiece, UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
+from configs.schema import FloorsConfig
 from engine.errors import HandoffError
 from engine.kv.store import KvStore
 from engine.messages import PieceReply
 from tests.actors.kv_transfer.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
+from tests.actors.kv_transfer.test_channels_local import LocalBoard, pair_request
 
 ACCEPTED = PieceReply(outcome="accepted")
 OFFER = StoreOffer(
@@ -46,7 +55,7 @@ class Ends:
     def __init__(self, rng: random.Random) -> None:
         self.source, self.target = random_store(11, rng), random_store(19, rng)
         self.pieces = KvPieces(self.target)
-        self.sender = CudaIpcSender(3, deadline_s=1.0)
+        self.sender = CudaIpcSender(3, deadline_s=60.0)
         self.receiver = CudaIpcReceiver(3, self.pieces, self.source.tensor)
 
     async def move(self, from_ids: list[int], to_ids: list[int], digests: list[int]) -> bool:
@@ -143,6 +152,108 @@ def test_a_silent_receiver_ends_a_send_at_the_deadline() -> None:
             await sender.send(None, deliver)
 
     asyncio.run(main())
+
+
+class TestEndOfTheSender:
+    """Its GPU keeps the memory of a dead process for as long as another one maps it."""
+
+    @pytest.fixture
+    def sender(self) -> Iterator[subprocess.Popen[bytes]]:
+        with subprocess.Popen(["sleep", "1000"]) as process:
+            yield process
+            process.kill()
+
+    def open(
+        self, sender: subprocess.Popen[bytes], scenario: Callable[[ReceiveChannel, Any], Any]
+    ) -> None:
+        """Runs a scenario over a channel and what tells whether the store is mapped."""
+
+        async def main() -> None:
+            source = random_store(11, random.Random()).tensor
+            mapped = [source]
+            mapping = Mapping(source)
+            del source
+            pieces = KvPieces(random_store(5, random.Random()))
+            nccl: Any = None
+            channels = WorkerChannels(
+                LocalBoard(),
+                address="127.0.0.1",
+                deadline_s=1.0,
+                max_in_flight_bytes=1,
+                floors_gb_s=FloorsConfig(cuda_ipc=0.0),
+                device=DeviceChannels(pieces=pieces, nccl=nccl),
+            )
+            request = pair_request(1, channel="cuda_ipc")
+            request = msgspec.structs.replace(
+                request,
+                offer=msgspec.msgpack.encode(OFFER),
+                sender=msgspec.structs.replace(request.sender, pid=sender.pid),
+            )
+            with pytest.MonkeyPatch.context() as patch:
+                opened = partial(open_receiver, map_offer=lambda *_: mapped.pop())
+                patch.setattr(worker_channels, "open_receiver", opened)
+                channel = await channels.open_receive(request)
+            async with asyncio.timeout(20):
+                await scenario(channel, mapping)
+                await channel.close()
+                await mapping.gone.wait()
+
+        asyncio.run(main())
+
+    def test_its_store_is_mapped_no_longer(self, sender: subprocess.Popen[bytes]) -> None:
+        async def scenario(channel: ReceiveChannel, mapping: Mapping) -> None:
+            assert not mapping.gone.is_set()
+            sender.kill()
+            await mapping.gone.wait()
+            assert channel.claim(0)
+            with pytest.raises(HandoffError, match="closed"):
+                await channel.receive(0, 0, [])
+
+        self.open(sender, scenario)
+
+    def test_a_piece_that_came_is_read_first(self, sender: subprocess.Popen[bytes]) -> None:
+        async def scenario(channel: ReceiveChannel, mapping: Mapping) -> None:
+            assert channel.claim(0)
+            data = await channel.receive(0, 2 * LAYOUT.block_bytes, [[3, 4]])
+            sender.kill()
+            sender.wait()
+            for _ in range(2):
+                await asyncio.sleep(0)  # the loop looks at what has happened
+            assert isinstance(channel, CudaIpcReceiver)
+            assert channel._closing is not None
+            assert isinstance(data, PulledBlocks)
+            assert not await data.write([0, 1], [1, 2]), "its digests were right"
+            del data
+
+        self.open(sender, scenario)
+
+    def test_a_channel_that_is_closed_watches_nobody(self, sender: subprocess.Popen[bytes]) -> None:
+        async def scenario(channel: ReceiveChannel, mapping: Mapping) -> None:
+            before = set(os.listdir("/proc/self/fd"))
+            await channel.close()
+            assert len(before - set(os.listdir("/proc/self/fd"))) == 1
+
+        self.open(sender, scenario)
+
+    def test_one_that_cannot_be_watched_is_served(
+        self, sender: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario(channel: ReceiveChannel, mapping: Mapping) -> None:
+            assert not mapping.gone.is_set()
+
+        sender.kill()
+        sender.wait()
+        self.open(sender, scenario)
+        assert "would not be noticed" in caplog.text
+
+
+class Mapping:
+    """Whether a tensor is still there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.gone, loop = asyncio.Event(), asyncio.get_running_loop()
+        # A thread may be the last to have it.
+        self._tensor = weakref.ref(tensor, lambda _: loop.call_soon_threadsafe(self.gone.set))
 
 
 class TestOpening:

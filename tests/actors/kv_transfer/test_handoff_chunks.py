@@ -168,6 +168,24 @@ class TestFaults:
 
 
 class TestEndings:
+    def test_an_end_that_the_decode_side_hears_first_is_no_failure(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario(world: World) -> None:
+            request = await _reserved(world)
+            world.receiver.cancel(request.key)
+            world.compute(request, 12)
+            await asyncio.sleep(LEASE_S)
+            world.sender.cancel(request.key)
+            await asyncio.sleep(0)
+            world.finish(request)
+            await world.settled()
+            assert world.sender.statistics().num_ended == 1
+            assert not world.failures
+
+        simulate(scenario)
+        assert not caplog.records, "users read warnings"
+
     @pytest.mark.parametrize("who", ["prefill", "decode", "dropped"])
     def test_nothing_is_left_whenever_a_partly_sent_prompt_ends(self, who: str) -> None:
         for moment in range(0, 100, 3):
@@ -258,7 +276,7 @@ class TestPreemption:
 
 def _random_history(seed: int, **classes: type) -> None:
     rng = random.Random(seed)
-    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel"]
+    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel", "fail_write"]
     faults = Faults(**{kind: {n for n in range(40) if rng.random() < 0.03} for kind in kinds})
 
     async def one(world: World, number: int, ended: set[RequestKey]) -> None:
@@ -288,7 +306,8 @@ def _random_history(seed: int, **classes: type) -> None:
             world.receiver.on_step()
         elif request.key not in ended:
             assert world.failures[request.key].retryable
-            assert len(faults.drop | faults.corrupt | faults.lose_reply | faults.break_channel) > 1
+            pieces = faults.drop | faults.corrupt | faults.lose_reply | faults.break_channel
+            assert len(pieces) + len(faults.fail_write) > 1
 
     async def scenario(world: World) -> None:
         ended: set[RequestKey] = set()

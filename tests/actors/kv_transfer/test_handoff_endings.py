@@ -79,7 +79,7 @@ class TestCancelling:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_request_ends_exactly_once_under_random_faults(seed: int) -> None:
     rng = random.Random(seed)
-    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel"]
+    kinds = ["drop", "corrupt", "lose_reply", "duplicate", "break_channel", "fail_write"]
     faults = Faults(
         **{kind: {n for n in range(60) if rng.random() < 0.06} for kind in kinds},
         die_at={rng.randrange(60)} if rng.random() < 0.2 else set(),

@@ -10,7 +10,7 @@ from engine.messages import FailureRecord, NotNow, Refused, Reservation
 from engine.request import RequestKey
 from tests.actors.kv_transfer.handoff_simulation import World, simulate
 from tests.engine.kv.handoff_world import LAYOUT, LEASE_S, Decode, asking, key_of
-from tests.harness.handoff_network import CONFIG, Faults
+from tests.harness.handoff_network import CONFIG, FakePeer, Faults
 
 BOUND_S = CONFIG.reserve_timeout_s + 10 * CONFIG.transfer_deadline_s
 
@@ -103,7 +103,7 @@ def test_many_prompts_share_a_channel_and_a_small_decode_worker() -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("fault", ["drop", "corrupt", "lose_reply", "break_channel"])
+@pytest.mark.parametrize("fault", ["drop", "corrupt", "lose_reply", "break_channel", "fail_write"])
 def test_one_failed_piece_is_survived_by_a_new_epoch(fault: str, number: int) -> None:
     async def scenario(world: World) -> None:
         request = world.start(1, range(20))
@@ -117,7 +117,7 @@ def test_one_failed_piece_is_survived_by_a_new_epoch(fault: str, number: int) ->
     simulate(scenario, Faults(**{fault: {number}}))
 
 
-@pytest.mark.parametrize("fault", ["drop", "corrupt", "break_channel"])
+@pytest.mark.parametrize("fault", ["drop", "corrupt", "break_channel", "fail_write"])
 def test_two_failed_tries_fail_the_request_closed(fault: str) -> None:
     async def scenario(world: World) -> None:
         request = world.start(1, range(20))
@@ -142,6 +142,23 @@ def test_a_failed_piece_fails_the_other_prompts_on_the_channel_over_too() -> Non
             world.check_arrived(request)
 
     simulate(scenario, Faults(corrupt={4}), decode_side=Decode(num_blocks=40))
+
+
+def test_a_rank_that_fails_a_piece_costs_the_others_of_the_call_nothing() -> None:
+    async def scenario(world: World) -> None:
+        requests = [world.start(number, range(9 * number, 9 * number + 3)) for number in range(5)]
+        await world.until(lambda: len(world.decode.incoming) == 5)
+        for request in requests:
+            world.finish(request)
+        await world.settled()
+        for request in requests:
+            world.check_arrived(request)
+        sent, received = world.sender.statistics(), world.receiver.statistics()
+        assert (sent.num_pieces, sent.num_retries) == (6, 1)
+        assert (received.num_pieces, received.num_epochs) == (5, 2)
+        assert received.failures == {"channel": 1}
+
+    simulate(scenario, Faults(fail_write={1}))
 
 
 def test_a_piece_that_comes_twice_or_under_an_old_epoch_has_no_effect() -> None:
@@ -245,6 +262,28 @@ def test_a_deadline_that_passes_is_not_retryable() -> None:
             key=request.key, reason="the deadline passed", retryable=False, code="timeout"
         )
         assert world.failures[request.key] == expected
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("answer", ["ended", "full"])
+def test_a_decode_worker_that_declines_keeps_its_connection(answer: str) -> None:
+    """It was looked up anew, and called over a connection more."""
+
+    async def scenario(world: World) -> None:
+        links = world.sender._links
+        peer = await links.peer("decode-0")
+        request = world.start(1, range(9))
+        if answer == "ended":
+            await world.until(lambda: len(world.decode.incoming) == 1)
+            world.receiver.cancel(request.key)
+        else:
+            world.decode.scheduler.num_waiting = 1
+        world.peer = FakePeer(world.receiver, world.faults)  # who would be found now
+        world.finish(request)
+        await world.settled()
+        assert ("gave up" if answer == "ended" else "no room") in world.failures[request.key].reason
+        assert await links.peer("decode-0") is peer
 
     simulate(scenario)
 

@@ -3,21 +3,25 @@
 Threads stand in for the ranks' processes and for Ray's calls, queues for NCCL; gloo is gloo.
 """
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
+from actors.kv_transfer.channels import handshake, nccl_wire
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
-from actors.kv_transfer.channels.handshake import RECEIVER_RANK, Handshake
+from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK, Handshake
 from actors.kv_transfer.channels.nccl_wire import NcclWire
 from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
@@ -27,12 +31,13 @@ from actors.kv_transfer.rank_links import (
     GiversOffer,
     HeadGiver,
     Heads,
+    OpenWire,
     Wire,
     Wires,
 )
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import Linking, PullsByRanks, RankPuller
-from actors.kv_transfer.rendezvous import answer_of
+from actors.kv_transfer.rendezvous import RankCalls, answer_of
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
@@ -45,8 +50,9 @@ from tests.actors.kv_transfer.test_channels_local import LocalBoard, pair_reques
 from tests.actors.kv_transfer.test_rank_pulls import Moved, Pulls
 
 KINDS: tuple[ChannelKind, ...] = ("object_store", "gloo_pair", "nccl_pair")
-CONFIG = HandoffConfig(transfer_deadline_s=10.0, floors_gb_s=FloorsConfig(nccl_pair=0.0))
-HASTY = msgspec.structs.replace(CONFIG, transfer_deadline_s=0.3)
+CONFIG = HandoffConfig(transfer_deadline_s=60.0, floors_gb_s=FloorsConfig(nccl_pair=0.0))
+HASTY_S = 0.3
+HASTY = msgspec.structs.replace(CONFIG, transfer_deadline_s=HASTY_S)
 
 
 def nothing(rank: int, order: bytes) -> None:
@@ -56,13 +62,14 @@ def nothing(rank: int, order: bytes) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWires(Wires):
     groups: Callable[[str], fake_pair_group.Wires]  # of two ranks, by the key of their wire
+    nccl_deadline_s: Callable[[], float]  # of a wire that opens now
 
     def opened(self, kind: ChannelKind, epoch: int, key: str, end: int) -> Wire:
         if kind != "nccl_pair":
             return Wires.opened(self, kind, epoch, key, end)
-        handshake = Handshake(epoch=epoch, rank=end, device=CPU, floor_gb_s=0.0)
-        deadline_s = self.config.transfer_deadline_s
-        wire = NcclWire(handshake, deadline_s, make_group=self.groups(key).make_group)
+        mine = Handshake(epoch=epoch, rank=end, device=CPU, floor_gb_s=0.0)
+        make_group = self.groups(key).make_group
+        wire = NcclWire(mine, self.nccl_deadline_s(), make_group=make_group)
         wire.open(self.rendezvous, key)
         return wire
 
@@ -73,6 +80,8 @@ class LinkedPulls(Pulls):
 
     kind: ChannelKind = "object_store"
     config: HandoffConfig = CONFIG
+    nccl_deadline_s: float = CONFIG.transfer_deadline_s
+    epoch: int = 2  # of the last channel
     givers: list[HeadGiver] = field(default_factory=list)
     on_ask: Callable[[int, bytes], None] = nothing  # a rank of the sender, what it is asked
     groups: dict[str, fake_pair_group.Wires] = field(
@@ -87,6 +96,7 @@ class LinkedPulls(Pulls):
             config=self.config,
             device=CPU,
             groups=self.groups.__getitem__,
+            nccl_deadline_s=lambda: self.nccl_deadline_s,
         )
         size = len(self.sender.stores)
         parts = [part_of(Rank(rank, size), self.sender.whole) for rank in range(size)]
@@ -110,13 +120,18 @@ class LinkedPulls(Pulls):
 
     async def open(self, floor_gb_s: float = 0.0) -> CudaIpcReceiver[Any]:
         assert self.by_ranks is not None
-        request = pair_request(3, channel=self.kind)
+        self.epoch += 1
+        request = pair_request(self.epoch, channel=self.kind)
         return await self.by_ranks.open_links(msgspec.structs.replace(request, offer=self.offer))
 
     def _puller(self, rank: int) -> RankPuller:
         part = part_of(Rank(rank, len(self.receiver.stores)), self.receiver.whole)
         pieces = KvPieces(self.receiver.stores[rank], num_threads=1)
-        linking = Linking(wires=self.wires, ask=self._ask, reader=f"reader {rank}")
+        linking = Linking(
+            wires=self.wires,
+            find=lambda actor: partial(self._ask, actor),
+            reader=f"reader {rank}",
+        )
         return RankPuller(part, pieces, index=rank, linking=linking)
 
     def _ask(self, actor: str, order: bytes) -> Callable[[], Any]:
@@ -157,7 +172,7 @@ def test_a_rank_of_the_sender_that_dies_fails_the_piece_when_all_have_ended_thei
 ) -> None:
     """At once, but for NCCL, which notices at its deadline; and the next channel is as good."""
     moved, pulls = linked(4, sizes, kind)
-    pulls.config = HASTY if kind == "nccl_pair" else CONFIG
+    pulls.nccl_deadline_s = HASTY_S
     last = sizes[0] - 1
 
     def die(rank: int, order: bytes) -> None:
@@ -172,6 +187,7 @@ def test_a_rank_of_the_sender_that_dies_fails_the_piece_when_all_have_ended_thei
         with pytest.raises(HandoffError, match=r"dead|did not|broke|closed"):
             moved.pull()
         pulls.on_ask = nothing
+        pulls.nccl_deadline_s = CONFIG.transfer_deadline_s
         assert moved.pull()
         moved.check()
 
@@ -204,28 +220,109 @@ def test_where_one_end_of_a_wire_fails_the_other_is_closed(monkeypatch: pytest.M
         moved.pull()
 
 
+@pytest.mark.parametrize("end", [SENDER_RANK, RECEIVER_RANK])
+def test_what_one_end_says_is_not_lost_in_the_others_wait(
+    end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, pulls = linked(4, (2, 1), "gloo_pair")
+
+    def refuse(self: LocalWires, kind: ChannelKind, epoch: int, key: str, at: int) -> Wire:
+        if at == end:
+            raise HandoffError("8 pairs are open already")
+        return Wires.opened(self, kind, epoch, key, at)
+
+    monkeypatch.setattr(LocalWires, "opened", refuse)
+    pulls.config = HASTY
+    with pulls.opened(), pytest.raises(HandoffError, match="8 pairs are open already"):
+        moved.pull()
+
+
+def test_an_order_to_open_that_comes_late_leaves_the_newer_wire_open() -> None:
+    moved, pulls = linked(4, (2, 1), "gloo_pair")
+    late = OpenWire("gloo_pair", 2, "late/", "reader 0")
+
+    async def pull() -> bool:
+        channel = await pulls.open()
+        try:
+            for giver in pulls.givers:
+                with pytest.raises(HandoffError, match="epoch 2 is not newer than 3"):
+                    giver.do(msgspec.msgpack.encode(late))
+            return await pulls.pull_by(channel, moved.from_ids, moved.to_ids, moved.digests)
+        finally:
+            await channel.close()
+
+    with pulls.opened():
+        assert asyncio.run(pull())
+    moved.check()
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
-def test_ranks_that_are_too_far_apart_are_unfit(sizes: tuple[int, int]) -> None:
+def test_ranks_that_are_too_far_apart_are_unfit(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not only a channel that failed: it would be tried again."""
+    monkeypatch.setattr(handshake, "PROBE_BYTES", (3, 1001))
     moved, pulls = linked(4, sizes, "gloo_pair")
     pulls.config = msgspec.structs.replace(CONFIG, floors_gb_s=FloorsConfig(gloo_pair=1e9))
     with pulls.opened(), pytest.raises(UnfitError, match=r"floors_gb_s asks for 1e\+09"):
         moved.pull()
 
 
+class Answered:
+    """Of a call of Ray's: what it will be."""
+
+    def __init__(self, answer: bytes | Exception) -> None:
+        self._answer = answer
+
+    def future(self) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        else:
+            future.set_result(self._answer)
+        return future
+
+
 def test_a_call_between_ranks_keeps_what_kind_of_error_it_is() -> None:
-    def failed(cause: Exception) -> Any:
-        future: Future[None] = Future()
-        future.set_exception(RayTaskError("give", "its trace", cause))
-        return type("Reference", (), {"future": lambda _: future})()
+    def failed(cause: Exception) -> Answered:
+        return Answered(RayTaskError("give", "its trace", cause))
 
     with pytest.raises(UnfitError, match="too slow"):
         answer_of("rank", failed(UnfitError("too slow")), 1.0)
     with pytest.raises(HandoffError, match="it broke") as raised:
         answer_of("rank", failed(HandoffError("it broke")), 1.0)
     assert not isinstance(raised.value, UnfitError)
+    with pytest.raises(WorkerError, match="still loading") as raised:
+        answer_of("rank", failed(WorkerError("rank is still loading its model")), 1.0)
+    assert type(raised.value) is WorkerError
     with pytest.raises(WorkerError, match="rank failed: ValueError"):
         answer_of("rank", failed(ValueError("x")), 1.0)
+
+
+class Rank1:
+    """The actor of a rank."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self.give = self
+
+    def remote(self, order: bytes) -> Answered:
+        return Answered(RayActorError() if self.is_dead else order)
+
+
+def test_a_link_is_to_the_rank_that_lives_though_one_of_its_name_died_while_nothing_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = {"worker.1": Rank1()}
+    monkeypatch.setattr(ray, "get_actor", lambda name, _: actors[name])
+    calls = RankCalls("namespace", 1.0)
+    older = calls.find("worker.1")
+    assert older(b"order")() == b"order"
+    actors["worker.1"].is_dead = True
+    actors["worker.1"] = Rank1()
+    assert calls.find("worker.1")(b"order")() == b"order"
+    with pytest.raises(WorkerError, match="dead"):
+        older(b"order")()
 
 
 def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
@@ -233,7 +330,7 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     ends = [
         NcclWire(
             Handshake(epoch=1, rank=rank, device=CPU, floor_gb_s=0.0),
-            0.1,
+            60.0,
             make_group=group.make_group,
         )
         for rank in range(2)
@@ -243,11 +340,42 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     ends[1].open(LocalBoard(), "k/")
     opening.join()
     group.is_silent = True
+    ends[1]._deadline_s = 0.05  # to open, a busy machine may take longer
     with pytest.raises(HandoffError, match="within"):
         ends[1].receive(torch.zeros(4))
     with pytest.raises(HandoffError, match="closed"):
         ends[1].receive(torch.zeros(4))
     assert group.num_aborts == 1
+
+
+@pytest.mark.parametrize("abort", ["fails", "does not end"])
+def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
+    abort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_wire, "ABORT_S", 0.01)
+    has_ended, failures = threading.Event(), list[HandoffError]()
+
+    def fail(_: fake_pair_group.FakeGroup) -> None:
+        if abort == "does not end":
+            has_ended.wait(60.0)
+        raise RuntimeError("NCCL says no")
+
+    group = fake_pair_group.Wires(is_silent=True)
+    handshake = Handshake(epoch=1, rank=1, device=CPU, floor_gb_s=0.0)
+    wire = NcclWire(handshake, 0.05, make_group=group.make_group)
+    wire._group = group.make_group(None, 1)  # type: ignore[arg-type]
+
+    def receive() -> None:
+        with pytest.raises(HandoffError, match="not over within") as raised:
+            wire.receive(torch.zeros(4))
+        failures.append(raised.value)
+
+    monkeypatch.setattr(fake_pair_group.FakeGroup, "abort", fail)
+    waiting = threading.Thread(target=receive, daemon=True)
+    waiting.start()
+    waiting.join(20.0)
+    has_ended.set()
+    assert len(failures) == 1
 
 
 def test_a_rank_opens_no_more_nccl_wires_than_it_may() -> None:

@@ -156,12 +156,17 @@ def test_a_format_holds_the_text() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"nonsense": 1}, "nonsense"),
-        ({"max_output_tokens": 0}, "max_completion_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
     error = refusal(**fields)
-    assert param is None or error.param == param
+    if param is not None:
+        assert error.param == param
+        assert "messages[" not in error.message
+        assert "max_completion_tokens" not in error.message
 
 
 # ---- answers ------------------------------------------------------------------------------------

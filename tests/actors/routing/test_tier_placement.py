@@ -45,9 +45,13 @@ class _Worker:
         self._reports = CacheReports(incarnation)
         self._tiers = TierReports(incarnation)
         self.num_told = 0  # changes, of the arena
+        self.is_off = False  # an error has switched its tier off
 
     def report(self, router: Router) -> None:
         after = router.last_sequence(self.link.name)
+        if self.is_off:
+            router.learn(self.link.name, CacheReport(blocks=None, tiers=[]))
+            return
         level = StoredLevel(self.arena.place, self._published, self.block_s, 1e-4)
         tier = self._tiers.of(level, router.tiers_after(self.link.name))
         if tier.blocks is not None:
@@ -201,6 +205,17 @@ def test_one_worker_tells_of_an_arena_and_another_when_it_is_lost(world: World) 
     world.report()
     assert set(world.stored()) == set()
     assert {worker.num_stored_blocks for worker in world.router.status().workers} == {0}
+
+
+def test_who_has_switched_its_tier_off_gets_nobody_for_it_and_another_tells(world: World) -> None:
+    world.workers["a0"].store(CHAIN[:50])
+    world.report()
+    assert world.workers["a0"].num_told == 50
+    world.workers["a0"].is_off = True
+    world.workers["a1"].store(CHAIN[50:70])
+    world.report()
+    assert set(world.stored()) == {"a1"}
+    assert world.stored()["a1"].num_tokens == 1120
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -299,7 +299,7 @@ def test_closing_twice_or_an_idle_thread_returns() -> None:
         host.thread.close()
         host.thread.close()
         assert host.failures == []
-        assert not any(thread.name == "engine" for thread in threading.enumerate())
+        assert not host.thread._thread.is_alive()
 
     _run(scenario)
 

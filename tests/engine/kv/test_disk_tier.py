@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import stat
 import subprocess
 import sys
@@ -272,16 +271,16 @@ for i in range(4, 10**6, 8):
 @pytest.mark.parametrize("number", [0, pytest.param(5, marks=pytest.mark.nightly)])
 def test_what_a_killed_writer_leaves_is_whole_or_not_found(path: Path, number: int) -> None:
     _write(_files(path), range(4))
-    writer = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(path), str(SIZE)], stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "begun\n"
-    while len(list(path.glob("*.kv"))) < 5 + number:
-        assert writer.poll() is None
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "begun\n"
+            while len(list(path.glob("*.kv"))) < 5 + number:
+                assert writer.poll() is None
+        finally:
+            writer.kill()
     (path / "part").write_bytes(b"left by one that died")
     files = _files(path, 2**30)
     assert files.num_blocks >= 8

@@ -4,8 +4,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,27 +194,77 @@ def test_no_history_of_several_workers_loses_or_doubles_a_block(name: str, seed:
 # ---- other processes ----------------------------------------------------------------------------
 
 
-def _begin(name: str, task: str) -> subprocess.Popen[bytes]:
+class _Death(BaseException):
+    """Of a process: what it held is free, and nothing of it runs any more."""
+
+
+def _die_at_line(number: int, act: Callable[[], object]) -> bool:
+    """Whether `act` ran so many lines of the arena's code, and died there."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename != arena_module.__file__:
+            return None
+        num_lines += event == "line"
+        if num_lines == number:
+            raise _Death
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except _Death:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_who_dies_anywhere_in_publishing_leaves_blocks_that_are_found_or_free(name: str) -> None:
+    heir = open_arena(name)
+    number, is_dead = 0, True
+    while is_dead:
+        number += 1
+        arena = open_arena(name)
+        numbers = range(3 * number, 3 * number + 3)
+        slots = arena.take(len(numbers))
+        names = [name_of(i) for i in numbers]
+        for slot, block_name in zip(slots, names, strict=True):
+            arena.blocks[slot] = list(content_of(block_name))
+        digests = [digest_of(content_of(block_name)) for block_name in names]
+        is_dead = _die_at_line(number, partial(arena.publish, slots, names, digests))
+        arena._file.leave()
+        assert all(heir.num_found([block_name]) for block_name in heir.hashes())
+    assert number > 100
+    assert _check_stored(heir) == heir.terms().num_ready
+    assert len(heir.take(heir.num_blocks)) == heir.num_blocks
+    heir.close()
+
+
+@contextmanager
+def _killed_after(name: str, task: str) -> Iterator[None]:
+    """A process that uses the arena until the block ends, and is killed then."""
     command = [sys.executable, "-m", "tests.engine.kv.arena_process", name, task]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield
+        finally:
+            process.kill()
 
 
 def test_what_a_killed_worker_was_writing_comes_back_and_is_never_found(name: str) -> None:
     arena = open_arena(name)
     arena.give_back(arena.take(3))
-    process = _begin(name, "stuck")
-    kept = store(arena, range(3))
-    assert kept, "blocks of its own pool need a lock that the other does not have"
-    assert sum(arena.terms().num_writing.values()) == 5 + 3, "SHARED is taken: nothing is published"
-    _kill(process)
+    with _killed_after(name, "stuck"):
+        kept = store(arena, range(3))
+        assert kept, "blocks of its own pool need a lock that the other does not have"
+        num_writing = sum(arena.terms().num_writing.values())
+        assert num_writing == 5 + 3, "SHARED is taken: nothing is published"
     taken = arena.take(arena.num_blocks)
     assert len(taken) == arena.num_blocks - 3
     assert arena.terms().num_reserve == 0
@@ -246,16 +300,14 @@ def test_who_finds_a_lock_held_for_good_does_not_stay_a_member(
 
 def test_two_workers_share_an_arena_and_one_is_killed_while_it_stores(name: str) -> None:
     arena = open_arena(name)
-    process = _begin(name, "busy")
-    for number in range(100):  # it stores, steals and evicts meanwhile
-        store(arena, range(10**6 + 8 * number, 10**6 + 8 * number + 8))
-        for block in arena.find(arena.hashes()[:4]):
-            content = arena.blocks[block.slot].tobytes()
-            is_right = digest_of(content) == block.digest and content == content_of(
-                block.block_hash
-            )
-            assert is_right or not arena.is_unchanged(block)
-    _kill(process)
+    with _killed_after(name, "busy"):
+        for number in range(100):  # it stores, steals and evicts meanwhile
+            store(arena, range(10**6 + 8 * number, 10**6 + 8 * number + 8))
+            for block in arena.find(arena.hashes()[:4]):
+                content = arena.blocks[block.slot].tobytes()
+                expected = content_of(block.block_hash)
+                is_right = digest_of(content) == block.digest and content == expected
+                assert is_right or not arena.is_unchanged(block)
     assert _check_stored(arena) > 0
     terms = arena.terms()
     assert terms.total == arena.num_blocks
@@ -265,13 +317,15 @@ def test_two_workers_share_an_arena_and_one_is_killed_while_it_stores(name: str)
 
 
 def test_what_killed_processes_left_is_found_again_or_removed(name: str) -> None:
-    _kill(_begin(name, "busy"))
+    with _killed_after(name, "busy"):
+        pass
     path = FOLDER / f"{PREFIX}{name}"
     arena = open_arena(name)
     assert _check_stored(arena) > 0
     arena.close()
     assert not path.exists()
-    _kill(_begin(name, "stuck"))
+    with _killed_after(name, "stuck"):
+        pass
     assert remove_if_unused(name)
     assert not path.exists()
     assert not remove_if_unused(name)

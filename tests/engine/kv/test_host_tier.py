@@ -180,8 +180,10 @@ def test_a_cancelled_load_ends_and_a_failed_one_switches_the_tier_off(world: Wor
     world.settle()
     assert (load.num_landed, load.is_over, load.problem) == (0, True, "failed")
     assert world.tier.find([name_of(0)]) == []
+    assert world.tier.levels() == [], "placement must not count on it"
     world.save([30])
-    assert world.tier.statistics().num_stored == 8
+    statistics = world.tier.statistics()
+    assert (statistics.num_stored, statistics.num_dropped) == (8, 1)
 
 
 def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: World) -> None:
@@ -191,6 +193,25 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     world.settle()
     assert world.arena.num_found([name_of(number) for number in range(10)]) == 4
     assert world.tier.statistics().num_dropped == 6
+
+
+def test_every_evicted_block_is_counted_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(range(4))
+    slots = world.arena.take(1)  # another worker stores the same block meanwhile
+    world.arena.publish(slots, [name_of(2)], [0])
+    world.settle()
+    counts = world.tier.statistics()
+    assert (counts.num_stored, counts.num_known, counts.num_dropped) == (3, 1, 0)
+
+    def fail() -> list[int]:
+        raise RuntimeError("the device is away")
+
+    monkeypatch.setattr(world.mover, "save", lambda block_ids, slots: fail)
+    world.save(range(4, 9))
+    world.settle()
+    world.save(range(9, 11))
+    counts = world.tier.statistics()
+    assert (counts.num_stored, counts.num_known, counts.num_dropped) == (3, 1, 7)
 
 
 def _evict(world: World, numbers: range, group: int = 4) -> int:

@@ -159,11 +159,8 @@ def test_whatever_both_read_both_read_alike(architecture: str, tmp_path: Path) -
     assert num_compared > 30
 
 
-MODULES = [
-    f"model.layers.{layer}.{name}"
-    for layer in (0, 1, 11)
-    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-]
+ALL_NAMES = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+MODULES = [f"model.layers.{layer}.{name}" for layer in (0, 1, 11) for name in ALL_NAMES]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +187,43 @@ def test_entries_left_out_are_expressions(entry: str, method: str, tmp_path: Pat
     assert quantization is not None
     covered = [module for module in MODULES if quantization.covers(module)]
     assert covered == [m for m in MODULES if should_convert_module(m, ["lm_head", entry])]
+
+
+def test_an_entry_may_end_in_a_dot(tmp_path: Path) -> None:
+    """Writers of AWQ search names for it, so that layer 1 is not layer 11."""
+    section = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["model.layers.1."]}
+    config = ConfigFile(tmp_path / "config.json", {"quantization_config": section})
+    quantization = read_quantization(config, has_head=True)
+    assert quantization is not None
+    covered = [module for module in MODULES if quantization.covers(module)]
+    assert covered == [module for module in MODULES if "model.layers.1." not in module]
+
+
+@pytest.mark.parametrize(
+    ("section", "covered"),
+    [
+        ({"dynamic": {r"-:.*attn.*": {}}}, ["mlp.gate_proj", "mlp.down_proj"]),
+        ({"dynamic": {r"-:model\.layers\.1\.": {}}}, None),
+        ({"dynamic": {r"-:.*\.mlp\.gate$": {}, "-:lm_head": {}}}, ALL_NAMES),
+        ({"modules_in_block_to_quantize": [["mlp.gate_proj"], ["mlp.down_proj"]]}, ALL_NAMES[2:]),
+        ({"modules_in_block_to_quantize": ["self_attn.q_proj"]}, ALL_NAMES[:1]),
+        ({"modules_in_block_to_quantize": None, "dynamic": {}}, ALL_NAMES),
+    ],
+)
+def test_gptq_may_leave_modules_out(
+    section: dict[str, Any], covered: list[str] | None, tmp_path: Path
+) -> None:
+    """dynamic: GPTQModel takes the first expression that matches from the name's beginning on."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32} | section
+    config = ConfigFile(tmp_path / "config.json", {"quantization_config": section})
+    quantization = read_quantization(config, has_head=True)
+    assert quantization is not None
+    names = [f"model.layers.{layer}.{name}" for layer in (0, 1, 11) for name in ALL_NAMES]
+    if covered is None:
+        expected = [name for name in names if not name.startswith("model.layers.1.")]
+    else:
+        expected = [name for name in names if name.split(".", 3)[3] in covered]
+    assert [name for name in names if quantization.covers(name)] == expected
 
 
 def test_an_entry_that_is_no_expression_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 NAME = "Gemma2ForCausalLM"
+TOKEN_IDS = list(range(3, 24))
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
@@ -109,6 +110,16 @@ def test_the_spec_of_gemma2_has_what_is_published(tmp_path: Path) -> None:
     assert (spec.attention_softcap, spec.logit_softcap, spec.query_scale) == (50.0, 30.0, 1 / 16)
     edit_config(tmp_path, attn_logit_softcapping=None)
     assert load_spec(tmp_path).attention_softcap is None
+
+
+def test_the_activation_is_that_of_the_key_that_transformers_reads(tmp_path: Path) -> None:
+    """Published files have a second key, `hidden_act`, which no code of Gemma reads."""
+    save_model(tmp_path, NAME)
+    expected = reference_logits(tmp_path, TOKEN_IDS)
+    edit_config(tmp_path, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
+    driver = StepDriver(_build(tmp_path), seed=0)
+    driver.admit(0, TOKEN_IDS)
+    assert_same_logits(driver.logits_in_chunks(0, 7), expected)
 
 
 @pytest.mark.parametrize(

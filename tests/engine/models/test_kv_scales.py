@@ -97,6 +97,15 @@ def test_a_model_of_which_only_k_and_v_are_quantised_loads(tmp_path: Path) -> No
     assert torch.equal(_load(tmp_path), EXPECTED)
 
 
+def test_a_scheme_may_be_a_word(tmp_path: Path) -> None:
+    """As AutoFP8 writes it."""
+    save_model(tmp_path)
+    _add(tmp_path, _by_layer("k_scale", "v_scale"))
+    section = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    edit_config(tmp_path, quantization_config=section)
+    assert torch.equal(_load(tmp_path), EXPECTED)
+
+
 def test_a_file_of_its_own_comes_first_and_has_a_scale_a_head(tmp_path: Path) -> None:
     save_model(tmp_path)
     _add(tmp_path, _by_layer("k_scale", "v_scale"))

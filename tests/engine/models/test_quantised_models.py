@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,14 @@ from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights
 from engine.models.weights import LayerWeights, ModelWeights, load_weights, random_weights
 from kernels.reference import TorchOps
-from load_tests.testbed.quantised_folders import FORMS, e4m3_values, to_e4m3, write_quantised
+from load_tests.testbed.quantised_folders import (
+    FORMS,
+    ONE_OF_EACH,
+    e4m3_values,
+    pack_words,
+    to_e4m3,
+    write_quantised,
+)
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.quantised_folders import write_folders
@@ -103,6 +111,69 @@ def test_logits_are_those_of_transformers_on_the_same_numbers(form: str, tmp_pat
     driver = StepDriver(build_model(quantised, dtype=torch.float32, device=CPU), seed=0)
     driver.admit(0, TOKENS)
     assert_same_logits(driver.logits({0: len(TOKENS)})[0], reference_logits(stands_for, TOKENS))
+
+
+def test_zero_points_of_the_first_gptq_format_are_whole_words_less_ones(tmp_path: Path) -> None:
+    """A zero point of 0 borrows from the next of its word, as GPTQModel writes and reads them."""
+    folder, _ = _folders(tmp_path, "gptq-asymmetric")
+    zeros = np.random.default_rng(0).integers(0, 16, (8, 128))
+    name = "model.layers.0.mlp.down_proj.qzeros"
+    _change(folder, lambda t: t.update({name: pack_words(zeros, 1) - ONE_OF_EACH}))
+    scales = _load(folder).layers[0].down.scales
+    assert scales is not None
+    assert scales.zeros is not None
+    assert (zeros == 0).any()
+    assert np.array_equal(scales.zeros.numpy(), zeros.T)
+
+
+def test_scales_of_tiles_may_be_bytes(tmp_path: Path) -> None:
+    """As transformers 5 writes them where scale_fmt is ue8m0: powers of two."""
+    folder, _ = _folders(tmp_path, "fp8-block")
+    _reconfigure(folder, scale_fmt="ue8m0")
+
+    def to_powers(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
+
+    _change(folder, to_powers)
+    bytes_of = load_file(folder / "model.safetensors")
+    found = _load(folder)
+    _change(
+        folder,
+        lambda tensors: tensors.update(
+            {n: t.float() for n, t in bytes_of.items() if n.endswith("weight_scale_inv")}
+        ),
+    )
+    for layer, expected in zip(found.layers, _load(folder).layers, strict=True):
+        for weight, other in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), _matrix(other))
+
+
+@pytest.mark.parametrize("ending", ["weight_scale", "weight_scale_inv"])
+def test_the_scale_of_a_whole_tensor_has_two_names(ending: str, tmp_path: Path) -> None:
+    """AutoFP8's, and that of transformers 5, which has other names for those of inputs too."""
+    folder, stands_for = _folders(tmp_path, "fp8-tensor")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[name.replace("weight_scale", ending)] = tensors.pop(name)
+        for name in [name for name in tensors if name.endswith(".input_scale")]:
+            tensors[name.replace("input_scale", "activation_scale")] = tensors.pop(name)
+
+    _change(folder, rename)
+    for layer, expected in zip(_load(folder).layers, _load(stands_for).layers, strict=True):
+        for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), dense.data)
+
+
+def test_fbgemm_has_a_scale_an_output(tmp_path: Path) -> None:
+    """As Meta publishes Llama 3.1 405B: tensors as compressed-tensors has them."""
+    folder, stands_for = _folders(tmp_path, "ct-fp8-channel")
+    section = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    edit_config(folder, quantization_config=section | {"modules_to_not_convert": None})
+    for layer, expected in zip(_load(folder).layers, _load(stands_for).layers, strict=True):
+        for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), dense.data)
 
 
 def test_tensors_of_one_map_may_stand_in_two_files(tmp_path: Path) -> None:
@@ -205,7 +276,10 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("awq", {"version": "gemv"}, ["version", "gemv", "gemm"]),
         ("awq", {"zero_point": False}, ["zero_point"]),
         ("gptq", {"checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "gptq_v2"]),
-        ("gptq", {"dynamic": {"-:lm_head": {}}}, ["dynamic"]),
+        ("gptq", {"dynamic": {r"+:.*\.1\..*": {"bits": 8}}}, ["dynamic", "+:", "-:"]),
+        ("gptq", {"dynamic": {r".*\.1\..*": {"bits": 8}}}, ["dynamic", "-:"]),
+        ("gptq", {"rotation": "hadamard"}, ["rotation", "hadamard"]),
+        ("gptq", {"modules_in_block_to_quantize": [[1]]}, ["modules_in_block_to_quantize"]),
         ("gptq", {"lm_head": True}, ["lm_head"]),
         ("gptq", {"bits": 3}, ["bits", "3"]),
         ("ct-int4-32", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),

@@ -147,7 +147,7 @@ def test_a_digest_of_a_step_waits_behind_answers_and_is_not_lost() -> None:
             following = threading.Thread(target=Follower(step, reader, print).run)
             following.start()
             following.join(0.05)  # the digest waits, or is lost by now
-            while len(reports) <= num_answers and (told := ring.wait_reports(0.5)):
+            while len(reports) <= num_answers and (told := ring.wait_reports(PATIENCE_S)):
                 reports += [report for _, report in told]
             following.join(PATIENCE_S)
     assert len(reports) == num_answers + 1

@@ -220,7 +220,7 @@ def test_a_load_is_over_when_every_rank_has_ended_it_or_the_gang_has() -> None:
     def stands_still(_: bytes) -> Any:
         def rest() -> bytes:
             begun.set()
-            may_end.wait(10.0)
+            may_end.wait(60)
             return b""
 
         return rest
@@ -235,10 +235,10 @@ def test_a_load_is_over_when_every_rank_has_ended_it_or_the_gang_has() -> None:
 
         loading = threading.Thread(target=load)
         loading.start()
-        assert begun.wait(10.0)
+        assert begun.wait(60)
         assert loading.is_alive()
         asked.end(1)
-        loading.join(10.0)
+        loading.join(60)
         assert len(errors) == 1
         may_end.set()
 

@@ -28,7 +28,7 @@ from tests.engine.ranks.dp_stories import (
 )
 from tests.engine.ranks.exact_models import DP_FAULTS, save_whole_numbers, snapped_mixtures
 from tests.harness.drafters import Guesser
-from tests.harness.rank_processes import RankProcesses
+from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -346,7 +346,7 @@ def test_the_death_of_a_rank_ends_the_step_of_all(folder: Path, tmp_path: Path) 
         ranks.kill(1)
         with pytest.raises(WorkerError):
             ours.run()
-        assert shared.has_ended.wait(5.0)
+        assert shared.has_ended.wait(TIMEOUT_S)
     assert [(end.rank, end.is_dead) for end in shared.ends] == [(1, True)]
 
 

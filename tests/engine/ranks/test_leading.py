@@ -197,7 +197,7 @@ def test_a_report_that_cannot_be_read_is_the_end_of_its_rank() -> None:
         reports = RankReports(ring, 2, lambda _: None)
         reports.start()
         reader.report(b"\xc1")
-        end = reports.wait_end(5.0)
+        end = reports.wait_end(PATIENCE_S)
         reader.close()
     assert end is not None
     assert end.rank == 1

@@ -4,12 +4,13 @@ import hashlib
 import itertools
 import os
 import random
+import select
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -194,15 +195,16 @@ def test_a_reader_that_is_stopped_holds_the_writer_no_longer_than_its_patience(n
 def test_a_writer_that_is_killed_ends_a_reader_asleep_and_leaves_nothing(name: str) -> None:
     with processes(("writer", name, 5)) as [writer]:
         assert writer.line() == "ready"
-        reader = PlanRingReader(name, 0, PATIENCE_S, PATIENCE_S)
-        assert reader.writer_pid == writer.pid
-        assert reader.read(PATIENCE_S) == bytes(5)
-        assert not reader.wait_end(0.05)
-        threading.Timer(0.1, os.kill, (writer.pid, signal.SIGKILL)).start()
-        with pytest.raises(RingError, match="dead"):
-            reader.read()
-        assert reader.wait_end(0.0)
-        reader.close()
+        with closing(PlanRingReader(name, 0, PATIENCE_S, PATIENCE_S)) as reader:
+            assert reader.writer_pid == writer.pid
+            assert reader.read(PATIENCE_S) == bytes(5)
+            assert not reader.wait_end(0.05)
+            killing = threading.Timer(0.1, os.kill, (writer.pid, signal.SIGKILL))
+            killing.start()
+            with pytest.raises(RingError, match="dead"):
+                reader.read()
+            killing.join()
+            assert reader.wait_end(0.0)
     assert traces(name) == []
 
 
@@ -215,13 +217,12 @@ def test_a_message_that_its_writer_does_not_finish_is_an_error(
 ) -> None:
     with processes(("writer", name, RING_BYTES + 1)) as [writer]:
         assert writer.line() == "ready"
-        reader = PlanRingReader(name, 0, PATIENCE_S, stuck_s)
-        while not reader._memory.words[reader._memory.slot_line(NUM_SLOTS)]:
-            time.sleep(0.01)  # until the ring is full
-        os.kill(writer.pid, end)
-        with pytest.raises(RingError, match=why):
-            reader.read()
-        reader.close()
+        with closing(PlanRingReader(name, 0, PATIENCE_S, stuck_s)) as reader:
+            while not reader._memory.words[reader._memory.slot_line(NUM_SLOTS)]:
+                time.sleep(0.01)  # until the ring is full
+            os.kill(writer.pid, end)
+            with pytest.raises(RingError, match=why):
+                reader.read()
 
 
 def test_a_reader_s_last_words_come_before_its_death(name: str) -> None:
@@ -269,8 +270,9 @@ def test_a_number_is_given_once_and_strangers_find_no_ring(name: str) -> None:
 
         thread = threading.Thread(target=join)
         thread.start()
+        assert select.select([ring._listener], [], [], PATIENCE_S)[0], "it has not come"
         with pytest.raises(RingError, match="no further rank"):
-            ring.accept(0.5)
+            ring.accept(0.2)
         thread.join(PATIENCE_S)
         assert refused
     with pytest.raises(RingError, match="cannot be reached"):

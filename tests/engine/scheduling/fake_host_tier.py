@@ -20,6 +20,9 @@ class FakeLoad:
     def cancel(self) -> None:
         self.is_cancelled = True
 
+    def resume(self) -> None:
+        self.is_cancelled = False
+
 
 @dataclass(slots=True, eq=False)
 class FakeHostTier:
@@ -33,6 +36,7 @@ class FakeHostTier:
     blocks: dict[bytes, list[Written]] = field(default_factory=dict)  # oldest first
     loads: list[FakeLoad] = field(default_factory=list)
     num_loaded: int = 0
+    num_finds: int = 0
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         assert self.executor is not None
@@ -54,10 +58,11 @@ class FakeHostTier:
     def is_active(self) -> bool:
         return bool(self.loads)
 
-    def look(self, hashes: Sequence[bytes]) -> list[Stored]:
-        return self.find(hashes)
-
     def find(self, hashes: Sequence[bytes]) -> list[Stored]:
+        self.num_finds += 1
+        return self.look(hashes)
+
+    def look(self, hashes: Sequence[bytes]) -> list[Stored]:
         found = []
         for block_hash in hashes:
             if block_hash not in self.blocks:

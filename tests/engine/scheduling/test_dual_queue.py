@@ -77,8 +77,19 @@ def test_a_prompt_that_was_cached_since_joins_the_short_ones() -> None:
     world.add("short", 10)
     assert world.waiting == ["short", "first long", "second long"]
     world.cached["second long"] = 990
-    world.queue.reclassify()
-    assert world.waiting == ["second long", "short", "first long"]  # by arrival, then by adding
+    assert world.worker.step() == {"second long": 10, "short": 10}  # by arrival, then by adding
+    assert world.worker.step() == {"first long": 512}
+
+
+def test_a_prompt_that_was_cached_since_is_found_behind_long_ones() -> None:
+    world = make_world()
+    for number in range(20):
+        world.add(f"long {number}", 2048)
+    world.add("shared", 2048)
+    world.worker.step()
+    world.cached["shared"] = 2040
+    steps = [world.worker.step() for _ in range(8)]
+    assert {"shared": 8} in steps  # without a second count it waits for all of the others
 
 
 def test_who_is_about_to_be_offered_is_counted_again() -> None:

@@ -125,6 +125,7 @@ def test_nothing_is_loaded_for_a_request_that_could_not_enter(terms: BlockTerms 
     request = world.request("a")
     assert not world.is_awaited(request, 0.0, terms)
     assert not world.tier.loads
+    assert world.tier.num_finds == 0, "it asks at every step, and finding all takes long"
     enough = BlockTerms(num_spare_blocks=175, max_new_blocks=125)
     assert world.is_awaited(request, 0.0, enough), "it is asked again"
     assert world.loads.statistics().num_asked_blocks == 124
@@ -152,6 +153,21 @@ def test_a_load_for_nobody_is_cancelled_and_its_blocks_are_zeroed() -> None:
     assert not world.loads.is_active
     assert world.loads.statistics().num_wasted_blocks == 10
     world.cache.release(unknown)
+    world.check()
+
+
+def test_who_asks_again_for_what_was_cancelled_gets_all_of_it() -> None:
+    """As a client does that hangs up and sends its request again."""
+    world = Loads()
+    first, second = world.request("a"), world.request("b")
+    assert world.is_awaited(first, 0.0)
+    world.loads.forget(first.key)
+    assert world.is_awaited(second, 0.001)
+    assert world.land(10) == []
+    assert world.is_awaited(second, 0.002)
+    assert world.land(90) == []
+    assert len(world.cache.match(world.hashes)) == 100
+    assert world.loads.statistics().num_wasted_blocks == 0
     world.check()
 
 

@@ -1,5 +1,7 @@
 """Short requests beside long ones that hold all blocks or all rows."""
 
+import random
+
 import pytest
 
 from configs.schema import LapsConfig
@@ -86,6 +88,53 @@ def test_a_more_important_long_prompt_takes_the_place_of_a_less_important_one() 
     urgent = replica.add("urgent", prompt_of(20, 9), params=params_of(SHORT), priority=-1)
     assert steps_to_first_token(replica, urgent) <= 4
     assert [r.num_preemptions for r in longs] == [0, 1]
+
+
+# ---- long prompts that the queue offers first, because a cache has most of them ------------------
+
+
+def replica_with(document: list[int], *, num_blocks: int, max_long_wait_s: float = 9.0) -> Replica:
+    """Its cache has `document`, so prompts that begin with it are short in its queue."""
+    replica = Replica(
+        num_blocks=num_blocks,
+        max_rows=8,
+        max_num_batched_tokens=64,
+        max_model_len=4 * num_blocks,
+        short_share=0.3,
+        laps=LapsConfig(
+            queue="laps", laps_length_threshold=THRESHOLD, max_long_wait_s=max_long_wait_s
+        ),
+    )
+    replica.add("document", document, params=params_of(1))
+    replica.run()
+    return replica
+
+
+def test_cached_prompts_do_not_take_the_blocks_of_one_that_has_aged() -> None:
+    document, draw = prompt_of(40, 99), random.Random(5)
+    replica = replica_with(document, num_blocks=48, max_long_wait_s=0.05)
+    long: Request | None = None
+    for number in range(100):
+        if replica.scheduler.statistics().num_waiting < 6:
+            turn = document + prompt_of(draw.randint(1, 9), number)
+            replica.add(f"turn-{number}", turn, params=params_of(draw.choice((5, 12, 25))))
+        replica.step()
+        replica.clock.advance(0.01)
+        if number == 30:
+            long = replica.add("long", prompt_of(120, 7), params=params_of(SHORT))
+    assert long is not None
+    assert long.key in replica.left  # it needs 30 of the 48 blocks, which turns kept taking
+
+
+def test_who_is_refused_for_one_that_it_overtook_does_not_shut_that_one_out() -> None:
+    document = prompt_of(88, 99)
+    replica = replica_with(document, num_blocks=32)
+    now_s = replica.clock.now_s()
+    given = params_of(SHORT)
+    early = replica.add("early", [*document, 1, 2], params=given, ttft_deadline_s=now_s + 9)
+    urgent = replica.add("urgent", prompt_of(5, 5), params=given, ttft_deadline_s=now_s + 1)
+    replica.run()  # all blocks are free, and not enough for both with the reserve
+    assert {early.key, urgent.key} <= set(replica.left)
 
 
 # ---- a decode worker makes room ------------------------------------------------------------------

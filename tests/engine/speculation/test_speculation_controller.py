@@ -403,6 +403,15 @@ def test_a_first_step_that_compiles_kernels_does_not_end_drafts_for_good() -> No
         assert num_steps < 1000
 
 
+def test_steps_that_a_coarse_clock_reports_as_zero_teach_nothing() -> None:
+    controller = SpeculationController()
+    for drafts in (PLAIN, PLAIN, speculating()):
+        controller.observe_step(drafts, 4, 0.0)
+    assert controller.statistics().measured_gain is None
+    controller.observe_step(speculating(), 8, 5.5e-3)
+    assert controller.statistics().measured_gain == pytest.approx(2 / 1.1)
+
+
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
     purse = Purse(RULES)
     for _ in range(1000):

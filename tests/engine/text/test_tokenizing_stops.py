@@ -162,18 +162,16 @@ def test_a_stop_string_across_tokens_cuts_where_a_search_would(
 
 def test_a_stop_string_ends_the_choice_before_its_worker_does(tokenizing: Tokenizing) -> None:
     ids = ids_of(tokenizing, "one STOP two")
-    deltas, output = feed(tokenizing, ids, stops=["STOP"])
+    deltas, _ = feed(tokenizing, ids, stops=["STOP"])
     assert text_of(deltas) == "one "
     assert len(deltas) < len(ids)
-    assert output.is_stopped_early
-    deltas, output = feed(tokenizing, ids, stops=["STOP"], include=True)
+    deltas, _ = feed(tokenizing, ids, stops=["STOP"], include=True)
     assert text_of(deltas) == "one STOP"
 
 
-def test_a_stop_string_completed_by_the_last_token_needs_no_abort(tokenizing: Tokenizing) -> None:
-    deltas, output = feed(tokenizing, ids_of(tokenizing, "one two"), stops=["two"])
+def test_a_stop_string_completed_by_the_last_token_is_the_reason(tokenizing: Tokenizing) -> None:
+    deltas, _ = feed(tokenizing, ids_of(tokenizing, "one two"), stops=["two"])
     assert (text_of(deltas), deltas[-1].finish) == ("one ", FinishReason.STOP)
-    assert not output.is_stopped_early
 
 
 def test_text_held_for_a_stop_string_is_released_at_the_end(tokenizing: Tokenizing) -> None:
@@ -248,12 +246,11 @@ def test_a_stop_id_of_the_clients_is_named_and_hidden_unless_included(
 ) -> None:
     ids = ids_of(tokenizing, "one two")
     last = ids[-1]
-    deltas, output = feed(
+    deltas, _ = feed(
         tokenizing, ids, client_stop_ids=[last], include=include, finish="stop", stop_token_id=last
     )
     assert text_of(deltas) == tokenizing.decode(ids if include else ids[:-1])
     assert (deltas[-1].finish, deltas[-1].stop_reason) == (FinishReason.STOP, last)
-    assert not output.is_stopped_early
 
 
 def test_the_models_own_eos_is_no_stop_reason(tokenizing: Tokenizing) -> None:

@@ -141,21 +141,22 @@ def test_a_turn_of_a_conversation_repeats_the_answer_before_it(tmp_path: Path) -
 
 def test_a_run_that_is_stopped_records_what_it_did_not_send(tmp_path: Path) -> None:
     records = tmp_path / "run.jsonl"
-    with running(FakeOpenAI(script=lambda n, body: Reply(gap_s=60.0 if n >= 0 else 0))) as fake:
-        process = subprocess.Popen(
+    with (
+        running(FakeOpenAI(script=lambda n, body: Reply(gap_s=60.0 if n >= 0 else 0))) as fake,
+        subprocess.Popen(
             locust_command(fake, records, "--rate=5", "--duration=600"),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )
+        ) as process,
+    ):
         try:
-            fake.wait_until(lambda: len(fake.load) > 3, within_s=60)
+            fake.wait_until(lambda: len(fake.load) > 3, within_s=TIMEOUT_S)
             process.send_signal(signal.SIGTERM)
             log, _ = process.communicate(timeout=TIMEOUT_S)
         finally:
             process.kill()
-            process.wait()
     assert "\nSTOPPED " in log
     assert "Error report" not in log, "nothing failed"
     reader = RunReader(records)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import HandoffError
-from load_tests.lab.bench_channels import Outcome, Steps, render, steps_of
+from load_tests.lab.bench_channels import QWEN3_8B, Outcome, Steps, render, steps_of
 from load_tests.testbed.channel_ends import FileBoard
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +48,8 @@ def test_the_table_sets_steps_against_those_alone() -> None:
     loaded = Steps(num_steps=100, p50_ms=10.0, p99_ms=16.5, slowest_ms=24.0)
     done = Outcome(
         channel="cuda_ipc",
+        kv_dtype="fp8_e4m3",
+        num_bytes=600 * 10**6,
         open_s=0.5,
         neighbours_gb_s=300.0,
         scattered_gb_s=200.0,
@@ -57,6 +59,8 @@ def test_the_table_sets_steps_against_those_alone() -> None:
     )
     table = render([done, Outcome(channel="nccl_pair", error="too slow")])
     assert "16.50 ms, 1.500x" in table
+    [row] = [line.replace(" ", "") for line in table.splitlines() if "fp8_e4m3" in line]
+    assert row.startswith("|cuda_ipc|fp8_e4m3|600,000,000|0.50s|2.00|3.00|300.0|200.0|")
     assert "too slow" in table
 
 
@@ -65,12 +69,18 @@ def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     written = tmp_path / "channels.json"
     command = [sys.executable, "-m", "load_tests.lab.bench_channels", "--device", "cpu"]
     command += ["--tokens", "33", "--rounds", "2", "--stages", "--json", str(written)]
+    command += ["--kv-dtype", "bfloat16", "fp8_e4m3"]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
-    [outcome] = json.loads(written.read_text())["channels"]
-    assert outcome["channel"] == "gloo_pair"
-    assert outcome["error"] == ""
-    assert min(outcome["scattered_gb_s"], outcome["busy_gb_s"]) > 0
+    outcomes = json.loads(written.read_text())["channels"]
+    num_bytes = 3 * QWEN3_8B.block_bytes
+    assert [(one["channel"], one["kv_dtype"], one["num_bytes"]) for one in outcomes] == [
+        ("gloo_pair", "bfloat16", num_bytes),
+        ("gloo_pair", "fp8_e4m3", num_bytes // 2),
+    ]
+    for outcome in outcomes:
+        assert outcome["error"] == ""
+        assert min(outcome["scattered_gb_s"], outcome["busy_gb_s"]) > 0
     lines = [line.replace(" ", "") for line in run.stdout.decode().splitlines()]
     for process, stage in [("receiver", "pieces:write"), ("sender", "pieces:read")]:
-        [timed] = [line for line in lines if line.startswith(f"|{process}|{stage}|")]
-        assert timed.startswith(f"|{process}|{stage}|1.0|")
+        timed = [line for line in lines if line.startswith(f"|{process}|{stage}|1.0|")]
+        assert len(timed) == 2

@@ -2,15 +2,21 @@
 
 import json
 import random
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
+from engine.core import Executor
 from engine.messages import LoadReport, TokenRecord
+from engine.ranks.comm import GlooRanks
 from engine.request import RequestKey
 from load_tests.lab import bench_engine
 from load_tests.lab.bench_engine import Bench, build_parser, engine_config, run, step_rounds_s
 from load_tests.lab.comparison import TARGETS, compare, read_chain, read_peer, render_comparisons
+from load_tests.lab.following import Following
 from load_tests.lab.host_work import (
     NUM_STREAMS,
     StreamReaders,
@@ -53,6 +59,14 @@ prefill eager:
 def bench() -> Bench:
     config = engine_config(MODEL, build_parser().parse_args(TINY))
     return Bench(EngineInProcess(config), seed=SEED)
+
+
+def _run(switches: list[str], folder: Path) -> str:
+    """What a run prints."""
+    shown: list[str] = []
+    run(build_parser().parse_args(switches), folder, shown.append)
+    [printed] = shown
+    return printed
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -163,7 +177,7 @@ def test_a_run_measures_and_prints_every_work(
     monkeypatch.setattr(bench_engine, "WORKS", works)
     monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
     switches = [*TINY, "--no-host", "--no-overlap", "--works", "prefill_3x40", "decode", "--json"]
-    printed = json.loads(run(build_parser().parse_args(switches), tmp_path))
+    printed = json.loads(_run(switches, tmp_path))
     assert list(printed["works"]) == [works[0].key, works[2].key]
     rate, step = printed["works"].values()
     assert rate["unit"] == "tokens/s"
@@ -179,15 +193,60 @@ def test_a_run_measures_and_prints_every_work(
 def test_two_ranks_are_measured_as_one_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """When they are disconnected the engine is gone, whose graphs NCCL would wait for."""
+    led: list[weakref.ref[Executor]] = []
+    lived_on: list[bool] = []
+    lead, close = Following.lead, GlooRanks.close
+
+    def noted(self: Following, executor: Executor) -> Executor:
+        led.append(weakref.ref(executor))
+        return lead(self, executor)
+
+    def closed(self: GlooRanks) -> None:
+        lived_on.extend(executor() is not None for executor in led)
+        close(self)
+
+    monkeypatch.setattr(Following, "lead", noted)
+    monkeypatch.setattr(GlooRanks, "close", closed)
     works = (Work(Kind.PREFILL, 3, 40), Work(Kind.DECODE, 4, 9))
     monkeypatch.setattr(bench_engine, "WORKS", works)
     monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
     switches = [*TINY, "--no-host", "--quick", "--tensor-parallel", "2", "--json"]
-    printed = json.loads(run(build_parser().parse_args(switches), tmp_path))
+    printed = json.loads(_run(switches, tmp_path))
     assert list(printed["works"]) == [work.key for work in works]
     host = {name: figure["value"] for name, figure in printed["host"].items()}
     assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
     assert 0 < host["rank 1: launch"] < host["rank 1: message to launched"]
+    assert host["rank 1: take a step's result"] > 0
+    assert lived_on == [False]
+
+
+HANGS = """
+import sys, threading
+from load_tests.lab import bench_engine
+bench_engine.WARM_UPS = ((2, 5, 6),)
+bench_engine.CLOSE_S = 0.5
+bench_engine.Following.__exit__ = lambda *_: threading.Event().wait()
+bench_engine.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_end_hangs_has_told_all_figures_and_ends(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.jsonl"
+    switches = ["--no-host", "--works", "none", "--tensor-parallel", "2", "--markdown"]
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS, *TINY, *switches, "--figures", str(figures)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "Timeout (0:00:00.500000)!" in ended.stderr
+    told = [json.loads(line) for line in figures.read_text().splitlines()]
+    assert {"leader: write to the ring", "rank 1: launch"} <= {figure["name"] for figure in told}
+    assert all(figure["name"] in ended.stdout for figure in told)
 
 
 @pytest.mark.slow
@@ -211,14 +270,14 @@ def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench) -> None
 @pytest.mark.slow
 def test_rows_that_never_decode_together_are_an_error(bench: Bench) -> None:
     with pytest.raises(AssertionError, match="5 prompts never decoded together"):
-        measure_host_work(bench.ours, bench.prompts(5, 20), num_tokens=3)  # four rows
+        list(measure_host_work(bench.ours, bench.prompts(5, 20), num_tokens=3))  # four rows
 
 
 @pytest.mark.gpu
 def test_a_trace_of_decode_steps_says_where_the_time_went(tmp_path: Path) -> None:
     switches = [*TINY, "--device", "cuda", "--max-model-len", "1024"]
     switches += ["--profile", "--works", "decode_bs1_"]
-    table = run(build_parser().parse_args(switches), tmp_path)
+    table = _run(switches, tmp_path)
     [header, _, row] = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[:3]
     ]
