@@ -13,8 +13,8 @@ that the step in flight will have given, whichever they are; so do n-grams that 
 (`engine/runner/row_texts.py`), once a request has drafts from the host. Its requests take part in
 every step, planned as if all drafts were right, and `commit` corrects what was counted. Held are
 then only those whose choice depends on their earlier tokens, whose last token is in flight for
-certain, or that are about to get their first drafts. What a step gives a request that has ended
-meanwhile is dropped.
+certain, or that are about to get their first drafts; where a model drafts, also those that had none
+in a step. What a step gives a request that has ended meanwhile is dropped.
 
 Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
 device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows

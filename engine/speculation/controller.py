@@ -35,12 +35,16 @@ that gives up more than `fair_slack` of these tokens.
 A step that verifies costs what the cost model predicts for the plain step with the drafts as more
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
 model learns the price of drafts from plain steps of more rows. Prompts of the same step are paid
-in any case and are not counted. What steps with drafts take beyond the prediction, in the median of
-the last ones, is added to it (`surcharge_s`): other graphs, kernels that read keys more than once.
-A mean would do so for the pauses of a busy machine too, which plain steps have as well, and one of
-them would look like the price of drafts for hundreds of steps. Drafts are optional and
-shrink first: to the tokens and seconds that the step has left, and while short prompts wait to
-`short_slack` of the plain step's time.
+in any case and are not counted; the padding that drafts add to its graph is. What steps with drafts
+take beyond the prediction, in the median of the last ones, is added to it (`surcharge_s`): other
+graphs, kernels that read keys more than once. A mean would do so for the pauses of a busy machine
+too, which plain steps have as well, and one of them would look like the price of drafts for
+hundreds of steps.
+
+Drafts are optional and shrink first: to the tokens that the step has left, beside prompts to its
+seconds, and while short prompts wait to `short_slack` of the plain step's time. A request rests if
+none of its drafts paid in a few steps in a row. Steps with prompts do not count: the next step may
+have room for drafts.
 
 Purse. Steps with drafts pay into it what they gain over plain steps, or take out what they lose;
 each step adds `refill` up to `purse_steps`. An empty purse stops speculation until it is half full,
@@ -73,7 +77,8 @@ class StepOffer:
     work: StepWork  # of the whole step without drafts, prompts included
     draft_pass_s: float = 0.0  # of the drafter, for each position that any row drafts
     max_draft_tokens: int | None = None  # left of the step's token budget; None = no limit
-    max_step_s: float | None = None  # of the step with drafts; None = no limit
+    # Of the step with drafts, unless it takes longer without any; None = no limit.
+    max_step_s: float | None = None
     is_short_waiting: bool = False
     graph_tokens: Sequence[int] = ()  # ascending sizes that a step's tokens are padded to
     # Rows that a step would sample if none speculated: more than R if some are held back because

@@ -287,7 +287,7 @@ class NgramDrafter:
         return index.quote(best.place, self._rules.quote_tokens)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Index what is new in `token_ids`; after each chunk of a prompt, it spreads the cost."""
+        """Index what is new in `token_ids`."""
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = GramIndex(self._rules)

@@ -2,11 +2,14 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from engine.cost_model import StepCosts
 from engine.plan import given
 from engine.request import Request
 from engine.scheduling.drafting import Drafting
-from engine.speculation.drafter import HostDrafter
+from engine.speculation.controller import StepDrafts, StepOffer
+from engine.speculation.drafter import FixedDrafts, HostDrafter
 from tests.harness.fakes import Draft, extend_histories, next_token
 
 AnswerOf = Callable[[Request], Sequence[int]]
@@ -99,3 +102,14 @@ def on_device(drafting: Drafting | None) -> Draft | None:
     """What a `FakeExecutor` has of the drafter; None = nothing."""
     drafter = None if drafting is None else drafting.drafter
     return drafter.draft if isinstance(drafter, DeviceGuesser) else None
+
+
+class EveryOtherStep(FixedDrafts):
+    """Gives no draft in every other step."""
+
+    _gives = False
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        self._gives = not self._gives
+        found = super().plan(offer, costs)
+        return found if self._gives else replace(found, num_drafts=[0] * len(offer.keys))

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,7 @@ from engine.scheduling.drafting import Drafting
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
-from tests.harness.drafters import DeviceGuesser, Guesser
+from tests.harness.drafters import DeviceGuesser, EveryOtherStep, Guesser
 from tests.harness.fakes import VOCAB_SIZE, expected_output
 
 
@@ -289,21 +288,10 @@ def test_a_request_that_is_never_guessed_rests_from_waiting() -> None:
     assert len(replica.executor.plans) < 62
 
 
-class _EveryOther(FixedDrafts):
-    """Gives no draft in every other step."""
-
-    is_turn = False
-
-    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
-        self.is_turn = not self.is_turn
-        found = super().plan(offer, costs)
-        return found if self.is_turn else replace(found, num_drafts=[0] * len(offer.keys))
-
-
 def test_a_row_ahead_goes_on_through_a_step_without_drafts() -> None:
     """If it sat out the step in flight to have drafts again, it would lose a step each time."""
     guesser = DeviceGuesser(_answer_of, vocab_size=VOCAB_SIZE, error_rate=0.3, seed=2)
-    replica = Replica(overlap=True, drafting=Drafting(guesser, _EveryOther(2), holds=True))
+    replica = Replica(overlap=True, drafting=Drafting(guesser, EveryOtherStep(2), holds=True))
     request = replica.add("a", prompt_of(4), params=params_of(40))
     replica.run()
     assert replica.output(request) == replica.expected(request)

@@ -29,6 +29,7 @@ from tests.engine.speculation.eagle_heads import save_head
 from tests.engine.speculation.exact_engines import exact_arithmetic, exact_model, start_exact
 from tests.engine.speculation.guessed_engines import Asked, assert_same, run, save_exact_model
 from tests.engine.speculation.verify_graphs import ExactRows
+from tests.harness.drafters import EveryOtherStep
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
@@ -221,7 +222,10 @@ def repeated(folder: Path, repeating: list[Asked]) -> list[Answer]:
 def test_ngrams_that_the_device_looks_up_change_no_answer(
     folder: Path, repeating: list[Asked], repeated: list[Answer], way: str
 ) -> None:
-    """Behind tokens in flight, right or wrong; from cached prefixes, and preempted."""
+    """Behind tokens in flight, right or wrong; from cached prefixes, and preempted.
+
+    At last with steps without drafts between, which rows go on through.
+    """
     engine = _start(
         folder,
         "ngram",
@@ -231,8 +235,10 @@ def test_ngrams_that_the_device_looks_up_change_no_answer(
         speculation__ngrams_on_device=True,
     )
     with exact_arithmetic(), launched_plans() as plans:
-        for _ in range(3):
+        for _ in range(2):
             assert_same(run(engine, repeating), repeated)
+        engine.core.scheduler.drafting.use_policy(EveryOtherStep(3, max_temperature=9.0))
+        assert_same(run(engine, repeating), repeated)
     counts = engine.core.scheduler.drafting.counts
     assert 20 < counts.num_accepted < counts.num_drafted
     assert engine.core.scheduler.statistics().num_preemptions > 0
