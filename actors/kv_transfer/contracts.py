@@ -92,6 +92,10 @@ OutgoingData = PieceBytes | StoredBlocks
 IncomingData = PieceBytes | ArrivedBlocks
 
 
+class DeclinedError(HandoffError):
+    """The decode worker does not take a request, or not any more, and is reached as before."""
+
+
 class UnfitError(HandoffError):
     """A kind of channel cannot connect two workers: another host, no GPU, too slow.
 

@@ -1,8 +1,9 @@
 """The sender's channels: at most one to each decode worker, opened when first used.
 
 Every channel opened to a peer has the next epoch. A channel that fails is closed and replaced at
-its next use. channel_choice.py chooses the kinds to try; a choice other than the first, and its
-reason, is logged once per channel and counted. Knows no requests.
+its next use. One of a worse kind is replaced when a better one may be tried again: new users wait
+until the others are done with it. channel_choice.py chooses the kinds to try; a choice other than
+the first, and its reason, is logged once per channel and counted. Knows no requests.
 """
 
 import asyncio
@@ -51,6 +52,7 @@ class PeerLink:
         self._channel: SendChannel | None = None
         self._discarded: set[asyncio.Task[None]] = set()
         self._num_users = 0
+        self._idle = asyncio.Event()  # set when the last user of a channel has gone
         self._epoch = 0
         self.num_fallbacks = 0  # channels opened that were not of the favourite kind
 
@@ -64,13 +66,8 @@ class PeerLink:
 
         Raises HandoffError if none can be opened, WorkerError if the peer is dead.
         """
-        async with self._lock:
-            if self._channel is not None and self._should_change(self._channel):
-                await self._hang_up()
-            if self._channel is None:
-                self._channel = await self._open(peer)
-            channel = self._channel
-            self._num_users += 1
+        while (channel := await self._take(peer)) is None:
+            await self._idle.wait()
         try:
             yield channel
         except WorkerError:
@@ -78,11 +75,30 @@ class PeerLink:
             raise
         finally:
             self._num_users -= 1
+            if not self._num_users:
+                self._idle.set()
 
     async def close(self) -> None:
         async with self._lock:
             await self._hang_up()
         await asyncio.gather(*self._discarded)
+
+    async def _take(self, peer: Peer) -> SendChannel | None:
+        """An open channel with one user more; None = not before all users of this one have gone.
+
+        Then a better kind is tried again. Else a worse one might be used for ever, as transfers
+        that it makes slow follow each other without a pause.
+        """
+        async with self._lock:
+            if self._channel is not None and self._should_change(self._channel):
+                if self._num_users:
+                    return None
+                await self._hang_up()
+            if self._channel is None:
+                self._channel = await self._open(peer)
+            self._num_users += 1
+            self._idle.clear()
+            return self._channel
 
     async def _replace(self, channel: SendChannel) -> None:
         """Closes a channel that failed, unless another user of it has done so already."""
@@ -98,8 +114,8 @@ class PeerLink:
             await channel.close()
 
     def _should_change(self, channel: SendChannel) -> bool:
-        """Whether to change to a better kind: it may be tried again and no transfer runs."""
-        return self._num_users == 0 and channel.kind != self._choice.candidates()[0]
+        """Whether a better kind may be tried again."""
+        return channel.kind != self._choice.candidates()[0]
 
     async def _open(self, peer: Peer) -> SendChannel:
         """Opens the first kind that works. Raises the last one's HandoffError, or WorkerError."""

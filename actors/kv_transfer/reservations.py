@@ -12,11 +12,10 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from actors.kv_transfer.contracts import EngineCalls, Peer
+from actors.kv_transfer.contracts import DeclinedError, EngineCalls, Peer
 from actors.kv_transfer.waits import bounded, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.clock import Clock
-from engine.errors import HandoffError
 from engine.kv.transfer import HandoffStarted, IncomingHandoffs
 from engine.messages import (
     NotNow,
@@ -51,7 +50,8 @@ class ReservationClient:
     ) -> Reservation:
         """Asks until the decode side has reserved blocks.
 
-        Raises HandoffError when it refuses or stays full for too long, EndedError with `ended`.
+        Raises DeclinedError when it refuses or stays full for too long, EndedError with `ended`,
+        WorkerError when it is dead or silent.
         """
         until_s = self._clock.now_s() + self._config.reserve_timeout_s
         if started.deadline_s is not None:
@@ -64,10 +64,10 @@ class ReservationClient:
             if isinstance(answer, Reservation):
                 return answer
             if isinstance(answer, Refused):
-                raise HandoffError(f"{started.decode_worker} refused: {answer.reason}")
+                raise DeclinedError(f"{started.decode_worker} refused: {answer.reason}")
             await unless_ended(asyncio.sleep(pause_s), ended)
             pause_s = min(2 * pause_s, RESERVE_MAX_BACKOFF_S)
-        raise HandoffError(f"{started.decode_worker} had no room in time")
+        raise DeclinedError(f"{started.decode_worker} had no room in time")
 
     async def keep(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
         """Renews the lease until cancelled; ends only by an error."""

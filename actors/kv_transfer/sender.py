@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from actors.kv_transfer.contracts import EngineCalls, Peer, PieceStore
+from actors.kv_transfer.contracts import DeclinedError, EngineCalls, Peer, PieceStore
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.pieces_out import ComputedBlocks, PieceSender, Transfer
 from actors.kv_transfer.reservations import ReservationClient
@@ -270,8 +270,8 @@ class HandoffSender:
         the failure is reported when its last block would have been sent.
         """
         started = handoff.started
-        logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
-        self._links.forget_peer(started.decode_worker)
+        if not isinstance(error, DeclinedError):  # else it lives, and its connection is kept
+            self._links.forget_peer(started.decode_worker)
         if await self._tell(handoff, error.message) == "committed":
             self._counts["sent"] += 1
             return None
@@ -280,6 +280,8 @@ class HandoffSender:
         except EndedError:
             self._counts["ended"] += 1
             return None
+        # Not before: a request that ended is often cancelled at the decode worker first.
+        logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
         self._failures[handoff.phase] += 1
         if started.deadline_s is not None and self._clock.now_s() >= started.deadline_s:
             return FailureRecord(
@@ -316,8 +318,8 @@ class HandoffSender:
         """Send all that the decode side lacks as it is computed, and once more under a new epoch if
         that fails.
 
-        Raises HandoffError when both tries failed, WorkerError when the decode side is dead or has
-        ended the reservation.
+        Raises HandoffError when both tries failed, DeclinedError when the decode side has ended the
+        reservation, WorkerError when it is dead.
         """
         link = self._links.link(handoff.started.decode_worker)
         transfer = Transfer(
@@ -346,4 +348,4 @@ class HandoffSender:
                 logger.warning("%s: sending again under a new epoch: %s", handoff.key, error)
                 self._counts["retries"] += 1
         if reply.outcome != "committed":
-            raise WorkerError(f"{handoff.started.decode_worker} gave up: {reply.reason}")
+            raise DeclinedError(f"{handoff.started.decode_worker} gave up: {reply.reason}")

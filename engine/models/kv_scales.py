@@ -30,7 +30,7 @@ from engine.errors import ConfigError
 from engine.models.config_file import ConfigFile
 from engine.models.quantization import SECTIONS
 from engine.models.spec import ModelSpec
-from engine.models.weight_files import read_header, weight_files
+from engine.models.weight_files import read_header, weight_files, whole_name
 from engine.ranks.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -111,17 +111,17 @@ def scales_of_rank(scales: Tensor, rank: Rank) -> Tensor:
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The scales in one file, by their names without the model's prefix."""
+    """The scales in one file, by their names in a model with a head."""
     wanted = {
-        name: name.removeprefix(spec.file_prefix)
+        name: whole
         for name in read_header(path)
-        if _NAME.fullmatch(name.removeprefix(spec.file_prefix))
+        if _NAME.fullmatch(whole := whole_name(name, spec))
     }
     if not wanted:
         return {}
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            return {short: file.get_tensor(name) for name, short in wanted.items()}
+            return {whole: file.get_tensor(name) for name, whole in wanted.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 

@@ -3,6 +3,7 @@
 Formats, by `quant_method` (sources: the configurations that the named packages write):
 
     fp8                 transformers' fine-grained FP8 (`weight_block_size`), and one scale a tensor
+    fbgemm_fp8          FP8 with a scale an output (Meta's Llama 3.1 405B)
     compressed-tensors  `float-quantized` (FP8 a tensor, row, group or tile), `pack-quantized`
                         (4 bits a tensor, row or group), `mxfp4-pack-quantized` and
                         `nvfp4-pack-quantized` (4 bits of float)
@@ -29,11 +30,12 @@ from engine.models.config_file import ConfigFile
 
 SECTIONS = ("quantization_config", "compression_config")
 _KINDS = (
-    "fp8, compressed-tensors (float-quantized, pack-quantized, mxfp4-pack-quantized,"
+    "fp8, fbgemm_fp8, compressed-tensors (float-quantized, pack-quantized, mxfp4-pack-quantized,"
     " nvfp4-pack-quantized), awq, gptq, modelopt (FP8, NVFP4)"
 )
 _DENSE = "use unquantized weights, or quantise them with model.quantization: fp8"
 _HEAD = "lm_head"
+_SCALE_OF_TILES = "weight_scale_inv"
 _PLAIN_NAME = re.compile(r"[\w.-]*")
 _MODELOPT_FILE = "hf_quant_config.json"
 _PACKED_BITS = 4
@@ -79,6 +81,14 @@ class Quantization:
         """Whether the linear map `module` (model.layers.0.mlp.down_proj) is quantised."""
         is_target = not self.targets or _names_module(self.targets, module)
         return is_target and not _names_module(self.ignored, module)
+
+    def name_read(self, name: str) -> str:
+        """The name that a tensor of a file is read under.
+
+        transformers 5 names the scale of a whole tensor as others name those of tiles.
+        """
+        has_one = self.packing is Packing.FP8 and self.tile_rows is None
+        return name.removesuffix("_inv") if has_one and name.endswith(_SCALE_OF_TILES) else name
 
 
 ONLINE_FP8 = Quantization(
@@ -171,9 +181,20 @@ def _fp8(section: ConfigFile) -> Quantization:
         packing=Packing.FP8,
         tile_rows=rows,
         tile_columns=columns,
-        scale_name="weight_scale_inv" if block else "weight_scale",
+        scale_name=_SCALE_OF_TILES if block else "weight_scale",
         quantizes_activations=True,
         ignored=(_HEAD, *_left_out(section, "modules_to_not_convert", "ignored_layers")),
+    )
+
+
+def _fbgemm(section: ConfigFile) -> Quantization:
+    """Inputs have their own scales, so that `activation_scale_ub`, their bound, is not read."""
+    return Quantization(
+        packing=Packing.FP8,
+        tile_rows=1,
+        tile_columns=None,
+        quantizes_activations=True,
+        ignored=(_HEAD, *_left_out(section, "modules_to_not_convert")),
     )
 
 
@@ -443,6 +464,7 @@ def _modelopt(section: ConfigFile) -> Quantization:
 
 _METHODS: dict[str, Callable[[ConfigFile], Quantization]] = {
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,

@@ -43,7 +43,9 @@ _PER_BYTE = 2
 _SCALE_BYTES = _FLOAT32_BYTES = 4
 # Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
 # computed from the activations themselves. Scales of K and V are read by `kv_scales`.
-_UNUSED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|output_scale)$")
+_UNUSED = re.compile(
+    r"\.(input_scale|activation_scale|input_global_scale|weight_shape|output_scale)$"
+)
 _KV_SCALE = re.compile(r"\.self_attn\.([a-z_]+\.)?(q|k|v|kv)_scale$")  # of unquantised models too
 
 
@@ -130,9 +132,12 @@ def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
         case Packing.FP8:
             tile: tuple[Cut, ...] = (Cut(Axis.OUT, quantization.tile_rows), group)
             is_single = quantization.tile_rows is None
+            scale_dtypes = (*DENSE_DTYPES, "F8_E8M0")  # that of scale_fmt ue8m0
             return {
                 "weight": PublishedTensor(dtypes=("F8_E4M3",), cuts=(one_out, one_in)),
-                quantization.scale_name: _floats(() if is_single else tile),
+                quantization.scale_name: PublishedTensor(
+                    dtypes=scale_dtypes, cuts=() if is_single else tile
+                ),
             }
         case Packing.ONLINE_FP8:
             return {"weight": _floats((one_out, one_in))}

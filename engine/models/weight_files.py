@@ -195,8 +195,8 @@ def _take(
     sources: dict[str, Source], missing: dict[str, NeededTensor], name: str, spec: ModelSpec
 ) -> NeededTensor:
     """What a tensor of a file has to be; removes from `missing` what it holds."""
-    needed = [missing.pop(whole_name) for whole_name in sources]
-    fused = find_fused(_whole_name(name, spec), spec)
+    needed = [missing.pop(whole) for whole in sources]
+    fused = find_fused(whole_name(name, spec), spec)
     return needed[0] if fused is None else NeededTensor(shape=fused.shape, dtypes=fused.dtypes)
 
 
@@ -212,10 +212,10 @@ def _refuse_missing(folder: Path, missing: Mapping[str, NeededTensor]) -> None:
 
 def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
     """The tensors in `needed_tensors` whose numbers a tensor of this name in a file holds."""
-    whole_name = _whole_name(name, spec)
-    fused = find_fused(whole_name, spec)
+    whole = whole_name(name, spec)
+    fused = find_fused(whole, spec)
     if fused is None:
-        return {whole_name: Source(name)}
+        return {whole: Source(name)}
     return {part: replace(source, name=name) for part, source in fused.parts.items()}
 
 
@@ -232,17 +232,26 @@ def _check_tensor(path: Path, name: str, tensor: StoredTensor, needed: NeededTen
         )
 
 
-def _whole_name(name: str, spec: ModelSpec) -> str:
-    """The tensor's name in a model with a head; without one, the prefix may be left out."""
+def whole_name(name: str, spec: ModelSpec) -> str:
+    """The tensor's name in a model with a head; without one, the prefix may be left out.
+
+    Beside vision it has a prefix, which transformers 5 may write behind the first component.
+    """
+    inner = BODY + spec.file_prefix
+    if name.startswith(inner):
+        name = BODY + name.removeprefix(inner)
     name = name.removeprefix(spec.file_prefix)
+    if spec.quantization is not None:
+        name = spec.quantization.name_read(name)
     if spec.pooling is None or name == HEAD or name.startswith(BODY):
         return name
     return BODY + name
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    if spec.file_prefix and name.startswith(_VISION):
+    if spec.file_prefix and name.removeprefix(BODY).startswith(_VISION):
         return True
+    name = whole_name(name, spec)
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
     return is_unused_head or is_leftover or _guesses(name, spec)

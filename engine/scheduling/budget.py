@@ -60,6 +60,11 @@ class StepBudget:
         return self._num_tokens_left
 
     @property
+    def max_step_s(self) -> float | None:
+        """The step's time limit; None = there is none."""
+        return self._max_step_s
+
+    @property
     def work(self) -> StepWork:
         """Everything that the step computes so far, decodes included."""
         return self._work

@@ -57,6 +57,9 @@ class StepRoom:
     num_spare_blocks: int  # that stay available
     max_model_len: int  # tokens that a row holds
     num_held_rows: int = 0  # that it would decode too, were they not held for drafts
+    # Sizes that a step with prompts is padded to, ascending; () = none is.
+    prompt_graph_tokens: Sequence[int] = ()
+    max_prompt_step_s: float | None = None  # of a step with prompts; None = no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +142,9 @@ class Drafting:
     ) -> None:
         """Both or none. `holds`: steps overlap, so requests that may get drafts must be held.
 
-        graph_tokens: sizes that steps with drafts are padded to, ascending; () = none is. counts:
-        of several schedulers, which have a policy in common; None = of this one's.
+        graph_tokens: sizes that steps with drafts and without prompts are padded to, ascending; ()
+        = none is. counts: of several schedulers, which have a policy in common; None = of this
+        one's.
         """
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
         self.drafter = drafter
@@ -242,15 +246,16 @@ class Drafting:
     def _offer(
         self, requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
     ) -> StepOffer:
-        has_prompts = room.work.num_prompt_tokens > 0  # then the step replays another graph
+        has_prompts = room.work.num_prompt_tokens > 0  # then the step replays a graph of these
         return StepOffer(
             keys=[request.key for request in requests],
             max_drafts=most,
             work=room.work,
             draft_pass_s=pass_s,
             max_draft_tokens=room.max_tokens,
+            max_step_s=room.max_prompt_step_s if has_prompts else None,
             is_short_waiting=room.is_short_waiting,
-            graph_tokens=() if has_prompts else self._graph_tokens,
+            graph_tokens=room.prompt_graph_tokens if has_prompts else self._graph_tokens,
             num_plain_rows=len(requests) + room.num_held_rows,
         )
 
@@ -304,26 +309,43 @@ class Drafting:
 
         `begun`: requests whose prompt this step completes.
         """
-        guessed = planned.guessed
-        held = [
-            decodes[index] for index in guessed if not self._go_on(decodes[index], index, planned)
-        ]
+        guessed, nums = planned.guessed, self._nums_going_on(decodes, planned)
+        held = [decodes[i] for i in guessed if not self._go_on(decodes[i], i, planned, nums[i])]
         if not self.holds or self._policy is None:
             return held
         without = [r for i, r in enumerate(decodes) if i not in guessed]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
-    def _go_on(self, request: Request, index: int, planned: PlannedDrafts) -> bool:
-        """Let a request with drafts be planned again while they are in flight, if it can be."""
-        num_drafts = len(planned.drafts.get(index, ()))
+    def _nums_going_on(self, decodes: Sequence[Request], planned: PlannedDrafts) -> dict[int, int]:
+        """Index of each request in `guessed` -> tokens that the step just planned gives it at most.
+
+        0 = it may not have drafts behind these: it has none in this step, and its drafter needs
+        some there, or knows none, or it is not its turn to have any.
+        """
+        nums = {
+            i: 1 + len(planned.drafts[i]) if i in planned.drafts else 0 for i in planned.guessed
+        }
+        if self._policy is None or self.drafter is None or not self.drafter.resumes_ahead:
+            return nums
+        without = [i for i, num in nums.items() if num == 0]
+        gates = self._gates(self._policy, [decodes[i] for i in without])
+        for i, gate in zip(without, gates, strict=True):
+            nums[i] = int(gate > 0 and decodes[i].key not in self._num_rest_steps)
+        return nums
+
+    def _go_on(self, request: Request, index: int, planned: PlannedDrafts, num: int) -> bool:
+        """Let a request be planned again while this step is in flight, if it can be.
+
+        num: tokens that the step gives it at most; 0 = it must not be.
+        """
         num_certain = request.num_known_tokens + min(planned.nums_in_flight.get(index, 0), 1) + 1
         is_full = request.num_computed_tokens + 1 >= planned.max_model_len
         has_ended = num_certain >= request.max_known_tokens or is_full
-        if num_drafts == 0 or has_ended or not self._goes_ahead(request):
+        if num == 0 or has_ended or not self._goes_ahead(request):
             self._ahead.pop(request.key, None)
             return False
-        self._ahead[request.key] = planned, 1 + num_drafts
+        self._ahead[request.key] = planned, num
         return True
 
     def _rests(self, request: Request) -> bool:

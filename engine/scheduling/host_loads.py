@@ -35,7 +35,13 @@ class TierLoad(Protocol):
     def num_landed(self) -> int: ...
     @property
     def is_over(self) -> bool: ...
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """What is not under way need not come."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after all, unless it is over already."""
+        ...
 
 
 class HostTier(Protocol):
@@ -227,6 +233,8 @@ class HostLoads:
             if not blocks:
                 return
             load = self._start(hashes, num_before, blocks)
+        elif load.num_waiting == 0:
+            load.under_way.resume()
         load.num_waiting += 1
         self._num_waits += 1
         self._waits[request.key] = _Wait(

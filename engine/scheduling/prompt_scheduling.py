@@ -51,7 +51,7 @@ class PromptScheduling:
         graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
         """
         self._laps = laps
-        self._graph_token_sizes = graph_token_sizes
+        self.graph_token_sizes = graph_token_sizes
         self._model = CostModel()
         self._window = _build_window(laps)
         self.order = by_arrival if laps.queue == "fcfs" else by_priority
@@ -66,6 +66,11 @@ class PromptScheduling:
             )
         else:
             self.queue = WaitingQueue(self.order)
+
+    @property
+    def max_graph_rows(self) -> int:
+        """Lines of logits that a graph of a step with prompts has, at most."""
+        return self._laps.batch_prefill_max_rows
 
     @property
     def model(self) -> CostModel:
@@ -111,7 +116,7 @@ class PromptScheduling:
             costs=self._model.costs,
             decoding=decoding,
             can_admit=can_admit,
-            graph_token_sizes=self._graph_token_sizes if is_laps else (),
+            graph_token_sizes=self.graph_token_sizes if is_laps else (),
         )
 
     def observe(self, work: StepWork, duration_s: float) -> None:

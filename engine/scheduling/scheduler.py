@@ -392,18 +392,29 @@ class Scheduler:
         room = StepRoom(
             work=budget.work,
             costs=self.costs,
-            max_tokens=budget.num_tokens_left,
+            max_tokens=self._max_draft_tokens(budget),
             is_short_waiting=self._reserve.first_short is not None,
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,
             max_model_len=self._finish_rules.max_model_len,
+            prompt_graph_tokens=self._prompts.graph_token_sizes,
+            max_prompt_step_s=budget.max_step_s,
         )
         drafts = yield from self.drafting.planning(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:
             if not self._rows.is_entering(request):
                 grown[row_of(request)] = grown.get(row_of(request), []) + block_ids
         return drafts
+
+    def _max_draft_tokens(self, budget: StepBudget) -> int:
+        """What prompts left of the step's tokens, and of the lines of logits of their graph."""
+        sizes = self._prompts.graph_token_sizes
+        if budget.num_prompts == 0 or not sizes or budget.work.num_new_tokens > sizes[-1]:
+            return budget.num_tokens_left
+        num_lines = min(self._config.max_num_seqs, self._prompts.max_graph_rows)
+        num_left = num_lines - budget.work.num_decode_rows - budget.num_prompts
+        return min(budget.num_tokens_left, max(0, num_left))
 
     def _start_step(
         self,
@@ -492,10 +503,19 @@ class Scheduler:
         drafting, planned = self.drafting, step.planned_drafts
         known_before = drafting.nums_known(step.requests, planned)
         endings = self._sampled.append_all(step, result, output)
-        for request in drafting.commit(step.requests, planned, known_before, result):
+        advanced = drafting.commit(step.requests, planned, known_before, result)
+        for request in advanced:
             self._blocks.index_full(request, request.num_known_tokens - 1)
+        if advanced:
             self._running.count_again()
+            self._pause_at_last(advanced)
         return endings
+
+    def _pause_at_last(self, advanced: Iterable[Request]) -> None:
+        """Plan no more steps for those whose step in flight is now known to give the last token."""
+        due_one = [r for r in advanced if r.num_computed_tokens == r.num_known_tokens]
+        decoding = [r for r in due_one if r.key in self._running.decodes]
+        self._running.pause(self._finish_rules.at_last_token(decoding))
 
     def _queue_without_drafts(self, request: Request) -> None:
         """Queue a copy: a step in flight may go on from `request`, whose results are dropped."""

@@ -241,7 +241,7 @@ def _plain_rate(offer: StepOffer, costs: StepCosts) -> float:
 
 
 def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float:
-    limit_s = float("inf") if offer.max_step_s is None else offer.max_step_s
+    limit_s = float("inf") if offer.max_step_s is None else max(offer.max_step_s, plain_s)
     return min(limit_s, plain_s * (1 + rules.short_slack)) if offer.is_short_waiting else limit_s
 
 
@@ -364,7 +364,10 @@ class SpeculationController:
         return most
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
-        """How many drafts of each row the step verifies; a request often refused rests a while."""
+        """How many drafts of each row the step verifies; a request often refused rests a while.
+
+        Not because of a step with prompts: what drafts cost beside these says nothing of others.
+        """
         self._are_costs_fitted = costs.is_fitted
         most = np.array(offer.max_drafts, dtype=np.int64)
         asked = np.flatnonzero(most)
@@ -384,7 +387,7 @@ class SpeculationController:
             counts[tried] = np.minimum(most[tried], self._rules.trial_drafts)
             drafts = price_drafts(counts, survivals, offer, costs, surcharge_s)
         refused = slots[counts[asked] == 0]
-        if len(refused):
+        if len(refused) and offer.work.num_prompt_tokens == 0:
             self._gates.refuse(refused, self._step)
         return drafts
 

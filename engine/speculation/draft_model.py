@@ -215,6 +215,11 @@ class DraftModel:
     def can_propose_ahead(self) -> bool:
         return self._can_propose_ahead
 
+    @property
+    def resumes_ahead(self) -> bool:
+        """No: a pass computes what one step gave, and not also what the step before did."""
+        return False
+
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         assert self._can_propose_ahead, "the drafts must come to the host"
         for earlier in self._unsettled:

@@ -47,13 +47,18 @@ class Drafter(Protocol):
         """Whether `propose_ahead` may be called."""
         ...
 
+    @property
+    def resumes_ahead(self) -> bool:
+        """Whether it may be called for a request whose step in flight has no drafts."""
+        ...
+
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         """As `propose`, while a step may be in flight; only the device has these drafts.
 
         asked: request, at most so many drafts, and how many tokens the step in flight gives it at
-        most, whose drafts were proposed here; 0 = it is in none. Which tokens came before, and how
-        many, may change nothing of its choice but the index of its noise. Returns
-        `engine.plan.given` of each draft.
+        most; 0 = it is in none. The drafts of that step were proposed here; it has some, unless
+        `resumes_ahead`. Which tokens came before, and how many, may change nothing of the request's
+        choice but the index of its noise. Returns `engine.plan.given` of each draft.
         """
         ...
 
@@ -88,6 +93,11 @@ class HostDrafter(ABC):
     @property
     def can_propose_ahead(self) -> bool:
         return False
+
+    @property
+    def resumes_ahead(self) -> bool:
+        """As it goes ahead at all: of its last proposals it keeps nothing that it needs."""
+        return self.can_propose_ahead
 
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         raise AssertionError("its drafts follow from tokens that the host knows")

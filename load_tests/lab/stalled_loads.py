@@ -83,6 +83,9 @@ class VirtualLoad:
     def cancel(self) -> None:
         self.cancelled_s = self.clock.now_s()
 
+    def resume(self) -> None:
+        self.cancelled_s = None
+
 
 @dataclass(slots=True, kw_only=True)
 class VirtualTier:

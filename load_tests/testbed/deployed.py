@@ -164,6 +164,18 @@ class Application:
     def wait_ready(self) -> None:
         wait_until(lambda: self.get("/ready")[0] == 200, f"{self.name} is ready")
 
+    def wait_loaded(self) -> None:
+        """Until every worker has loaded its model: with one of each role it is ready."""
+
+        def have_loaded() -> bool:
+            try:
+                self.statistics()
+            except (ValueError, ray.exceptions.RayError):
+                return False
+            return True
+
+        wait_until(have_loaded, f"all workers of {self.name} have loaded their models")
+
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a GET."""
         headers = {"Authorization": f"Bearer {self.api_key}"}

@@ -90,6 +90,7 @@ class SharedApplications:
             self._running[name] = self._cluster.run(
                 name.replace("_", "-"), SHARED[name], api_key=KEY
             )
+            self._running[name].wait_loaded()
         yield self._running[name]
         self._num_users[name] -= 1
         if not self._num_users[name]:

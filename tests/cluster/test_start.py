@@ -175,6 +175,8 @@ def test_serve_run_serves_and_a_sigterm_ends_streams_with_a_word_and_leaves_no_p
         assert answer.usage is not None
         assert answer.usage.completion_tokens <= 5
         refuse_tokens_beyond_the_model(client)
+        children = psutil.Process(run.process.pid).children(recursive=True)
+        assert any("UnifiedWorker" in child.name() for child in children), children
         streams = [
             client.completions.create(
                 model="model",
@@ -187,8 +189,6 @@ def test_serve_run_serves_and_a_sigterm_ends_streams_with_a_word_and_leaves_no_p
         ]
         for stream in streams:
             next(stream)  # it is in the middle of its tokens
-        children = psutil.Process(run.process.pid).children(recursive=True)
-        assert any("UnifiedWorker" in child.name() for child in children), children
         os.killpg(run.process.pid, signal.SIGTERM)  # as a terminal's Ctrl-C, and `kill %1`
         for stream in streams:  # none has come to its end in so short a time
             with pytest.raises(openai.APIError, match="the server is stopping"):

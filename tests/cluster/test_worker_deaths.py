@@ -54,7 +54,7 @@ def application(
         wait_until(lambda: have_met(disaggregated), "all pairs have a channel")
         baselines[disaggregated.name] = disaggregated.baseline()
     yield disaggregated
-    wait_all_answer(disaggregated)
+    disaggregated.wait_loaded()
     disaggregated.wait_ready()
     disaggregated.wait_restored(baselines[disaggregated.name])
 
@@ -80,19 +80,6 @@ def moved_pieces(seen: Mapping[str, Any]) -> int:
 
 def computed_tokens(seen: Mapping[str, Any]) -> int:
     return int(seen["scheduler"]["num_prompt_tokens_computed"])
-
-
-def wait_all_answer(application: Application) -> None:
-    """Until every worker has loaded its model."""
-
-    def all_answer() -> bool:
-        try:
-            application.statistics()
-        except (ValueError, ray.exceptions.RayError):
-            return False
-        return True
-
-    wait_until(all_answer, "every worker answers")
 
 
 def statistics_of(application: Application, name: str) -> Mapping[str, Any]:
@@ -175,7 +162,7 @@ def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
         kill(application, victim)
         load.wait_more(NUM_STREAMS)
         wait_replaced(victim, application.name, victim_pid)
-        wait_all_answer(application)
+        application.wait_loaded()
         load.wait_more(NUM_STREAMS)
     assert not load.problems
     assert pids(application, victim) == others, "nobody else died"
@@ -198,7 +185,7 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
         load.wait_more(NUM_STREAMS)
         for name in kills:
             wait_replaced(name, application.name, before[name])
-        wait_all_answer(application)
+        application.wait_loaded()
         load.wait_more(NUM_STREAMS)
     assert not load.problems
     assert pids(application, *kills) == others, "nobody else died"
@@ -259,7 +246,7 @@ def test_a_request_waits_for_its_only_worker_that_died_in_the_middle_of_its_prom
         wait_replaced(victim, application.name, victim_pid)
         disturbed = answer.result(PATIENCE_S)
     assert application.metric("laps_request_retries") > num_retries
-    wait_all_answer(application)
+    application.wait_loaded()
     application.wait_quiet()
     assert application.complete(prompt) == disturbed
 

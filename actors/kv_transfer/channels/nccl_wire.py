@@ -1,9 +1,11 @@
 """An NCCL group of two ranks whose calls block, each up to a deadline.
 
 As in nccl_pair.py, a peer that is dead is not noticed by NCCL: at the deadline the group is aborted
-from another thread, because posting an operation may itself wait for the peer.
+from another thread, because posting an operation may itself wait for the peer. An abort that fails,
+or does not end, is not waited for: a piece is over only when every rank has answered.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +21,13 @@ from actors.kv_transfer.channels.nccl_pair import (
     NcclGroup,
     PairGroup,
 )
-from actors.kv_transfer.channels.posting_thread import POLL_S
+from actors.kv_transfer.channels.posting_thread import ABORT_S, POLL_S
 from actors.kv_transfer.channels.rendezvous_store import RendezvousStore
 from actors.kv_transfer.contracts import RendezvousClient
 from actors.kv_transfer.waits import IsOver
 from engine.errors import HandoffError
+
+logger = logging.getLogger(__name__)
 
 
 class NcclWire:
@@ -44,7 +48,8 @@ class NcclWire:
         self._max_ctas = max_ctas
         self._make_group = make_group or self._make_nccl_group
         self._cutting = threading.Lock()
-        self._is_cut = False
+        self._is_cut = False  # or about to be
+        self._abort_over = threading.Event()
         self._store: RendezvousStore | None = None  # NCCL may call it until the group is gone
         self._group: PairGroup | None = None
 
@@ -78,7 +83,12 @@ class NcclWire:
             group, self._group = self._group, None
             store, self._store = self._store, None
         if group is not None:
-            group.abort()
+            try:
+                group.abort()
+            except Exception:
+                logger.exception("a wire of epoch %d was not cut", self._handshake.epoch)
+            finally:
+                self._abort_over.set()
         del group, store  # in this order
 
     def _wait(self, verb: str, post: Callable[[PairGroup], IsOver]) -> None:
@@ -98,17 +108,23 @@ class NcclWire:
         deadline.start()
         try:
             is_over = post(group)
-            while not is_over():
+            while not self._is_cut and not is_over():
                 time.sleep(POLL_S)
         except RuntimeError as error:  # what torch raises
             self.close()
+            self._wait_abort()  # which another thread may have begun
             return str(error)
         finally:
             deadline.cancel()
         if self._is_cut:
-            deadline.join()  # the abort has ended
+            self._wait_abort()
             return f"it was cut, or not over within {self._deadline_s} s"
         return None
+
+    def _wait_abort(self) -> None:
+        if not self._abort_over.wait(ABORT_S):
+            epoch = self._handshake.epoch
+            logger.error("a wire of epoch %d does not end in %g s", epoch, ABORT_S)
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
         timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s

@@ -17,16 +17,18 @@ class SenderProcess:
     """Belongs to the event loop. Make it before its memory is mapped, and `close` it."""
 
     def __init__(self, name: str, pid: int) -> None:
+        self._name = f"{name} (pid {pid})"
         self._pidfd: int | None = None  # None = it is not watched
         try:
-            self._pidfd = os.pidfd_open(pid)  # a number may be another process's by now
+            self._pidfd = os.pidfd_open(pid)  # numbers are given again
         except OSError as error:  # it has ended, or its numbers are not this process's
-            logger.warning("the end of %s (pid %d) would not be noticed: %s", name, pid, error)
+            logger.warning("the end of %s would not be noticed: %s", self._name, error)
 
     def at_end(self, call: Callable[[], object]) -> None:
         """Calls `call` once when the process ends, or soon if it has ended; not after `close`."""
 
         def end() -> None:
+            logger.info("%s has ended: its KV store is not mapped any more", self._name)
             self.close()
             call()
 

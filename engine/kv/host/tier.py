@@ -115,6 +115,10 @@ class HostLoad:
         """What is not under way need not come."""
         self.is_cancelled = True
 
+    def resume(self) -> None:
+        """Go on after all, unless it is over already."""
+        self.is_cancelled = False
+
 
 class _Save:
     """Evicted blocks that are not published yet."""
@@ -353,14 +357,15 @@ class HostTier:
         assert self._disk is not None, "a block is on disk"
         try:
             for i in range(first, end):
-                block = load.blocks[i]
-                if load.is_cancelled or not self._arena.is_unchanged(block):
+                if load.is_cancelled:
                     break
-                if not self._disk.read(load.files[i], self._arena.blocks[block.slot]):
+                block = load.blocks[i]
+                is_ours = self._arena.is_unchanged(block)
+                if not (is_ours and self._disk.read(load.files[i], self._arena.blocks[block.slot])):
+                    if i == first:  # else what was read is loaded first
+                        load.problem = "gone"
                     break
                 load.num_read = i + 1
-            if load.num_read <= first and not load.is_cancelled:
-                load.problem = "gone"
         except Exception:
             logger.exception("the host tier is switched off: a block could not be read")
             self._fail(load)

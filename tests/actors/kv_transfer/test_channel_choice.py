@@ -1,5 +1,6 @@
 """Which kind of channel a sender opens, what it falls back to, and when it tries again."""
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from actors.kv_transfer.channel_choice import (
     FAILURE_WINDOW_S,
     MAX_FAILURES,
+    MAX_REST_S,
     ChannelChoice,
     channel_order,
     piece_bytes_of,
@@ -134,6 +136,58 @@ def test_a_kind_that_does_not_open_is_tried_again_then_rests() -> None:
         world.failing.clear()
         world.clock.advance(FAILURE_WINDOW_S + 1)
         assert await world.use() == "cuda_ipc"
+
+    run(lambda: World(failing={"cuda_ipc"}), scenario)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_better_kind_is_tried_again_though_transfers_follow_each_other(ends_well: bool) -> None:
+    """They are slower over a worse kind, so there may always be one."""
+
+    async def scenario(world: World) -> None:
+        link, peer = world.links.link("decode-0"), await world.links.peer("decode-0")
+        for _ in range(MAX_FAILURES):
+            assert await world.use() == "nccl_pair"
+        running = link.use(peer)
+        assert (await running.__aenter__()).kind == "nccl_pair"
+        later = [asyncio.ensure_future(world.use()) for _ in range(2)]
+        assert await asyncio.gather(*later) == ["nccl_pair"] * 2
+        world.failing.clear()
+        world.clock.advance(FAILURE_WINDOW_S)
+        later = [asyncio.ensure_future(world.use()) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        assert not any(use.done() for use in later)
+        failure = None if ends_well else HandoffError("broke")
+        await running.__aexit__(failure and HandoffError, failure, None)
+        assert await asyncio.gather(*later) == ["cuda_ipc"] * 2
+
+    run(lambda: World(failing={"cuda_ipc"}), scenario)
+
+
+def test_a_kind_that_never_opens_is_tried_ever_more_rarely_and_then_again_as_before() -> None:
+    """Each try may take as long as a transfer's deadline, and every handoff waits for it."""
+
+    async def scenario(world: World) -> None:
+        async def num_tried(seconds: float) -> int:
+            before, until_s = world.asked.count("cuda_ipc"), world.clock.now_s() + seconds
+            while world.clock.now_s() < until_s:
+                await world.use()
+                world.clock.advance(1.0)
+            return world.asked.count("cuda_ipc") - before
+
+        assert await num_tried(3600.0) == MAX_FAILURES + 6
+        assert await num_tried(4 * MAX_REST_S) == 4
+        world.failing.clear()
+        assert await num_tried(MAX_REST_S) == 1
+        assert await world.use() == "cuda_ipc"
+        world.failing.add("cuda_ipc")
+        link = world.links.link("decode-0")
+        world.clock.advance(FAILURE_WINDOW_S)
+        with pytest.raises(HandoffError):
+            async with link.use(await world.links.peer("decode-0")):
+                raise HandoffError("broke")
+        assert await num_tried(FAILURE_WINDOW_S) == MAX_FAILURES - 1
+        assert await num_tried(2 * FAILURE_WINDOW_S) == 1
 
     run(lambda: World(failing={"cuda_ipc"}), scenario)
 

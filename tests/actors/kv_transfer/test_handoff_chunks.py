@@ -168,6 +168,24 @@ class TestFaults:
 
 
 class TestEndings:
+    def test_an_end_that_the_decode_side_hears_first_is_no_failure(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario(world: World) -> None:
+            request = await _reserved(world)
+            world.receiver.cancel(request.key)
+            world.compute(request, 12)
+            await asyncio.sleep(LEASE_S)
+            world.sender.cancel(request.key)
+            await asyncio.sleep(0)
+            world.finish(request)
+            await world.settled()
+            assert world.sender.statistics().num_ended == 1
+            assert not world.failures
+
+        simulate(scenario)
+        assert not caplog.records, "users read warnings"
+
     @pytest.mark.parametrize("who", ["prefill", "decode", "dropped"])
     def test_nothing_is_left_whenever_a_partly_sent_prompt_ends(self, who: str) -> None:
         for moment in range(0, 100, 3):

@@ -10,7 +10,7 @@ from engine.messages import FailureRecord, NotNow, Refused, Reservation
 from engine.request import RequestKey
 from tests.actors.kv_transfer.handoff_simulation import World, simulate
 from tests.engine.kv.handoff_world import LAYOUT, LEASE_S, Decode, asking, key_of
-from tests.harness.handoff_network import CONFIG, Faults
+from tests.harness.handoff_network import CONFIG, FakePeer, Faults
 
 BOUND_S = CONFIG.reserve_timeout_s + 10 * CONFIG.transfer_deadline_s
 
@@ -262,6 +262,28 @@ def test_a_deadline_that_passes_is_not_retryable() -> None:
             key=request.key, reason="the deadline passed", retryable=False, code="timeout"
         )
         assert world.failures[request.key] == expected
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("answer", ["ended", "full"])
+def test_a_decode_worker_that_declines_keeps_its_connection(answer: str) -> None:
+    """It was looked up anew, and called over a connection more."""
+
+    async def scenario(world: World) -> None:
+        links = world.sender._links
+        peer = await links.peer("decode-0")
+        request = world.start(1, range(9))
+        if answer == "ended":
+            await world.until(lambda: len(world.decode.incoming) == 1)
+            world.receiver.cancel(request.key)
+        else:
+            world.decode.scheduler.num_waiting = 1
+        world.peer = FakePeer(world.receiver, world.faults)  # who would be found now
+        world.finish(request)
+        await world.settled()
+        assert ("gave up" if answer == "ended" else "no room") in world.failures[request.key].reason
+        assert await links.peer("decode-0") is peer
 
     simulate(scenario)
 

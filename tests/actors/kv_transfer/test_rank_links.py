@@ -19,7 +19,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.kv_transfer.channels import handshake
+from actors.kv_transfer.channels import handshake, nccl_wire
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
 from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK, Handshake
 from actors.kv_transfer.channels.nccl_wire import NcclWire
@@ -346,6 +346,36 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     with pytest.raises(HandoffError, match="closed"):
         ends[1].receive(torch.zeros(4))
     assert group.num_aborts == 1
+
+
+@pytest.mark.parametrize("abort", ["fails", "does not end"])
+def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
+    abort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_wire, "ABORT_S", 0.01)
+    has_ended, failures = threading.Event(), list[HandoffError]()
+
+    def fail(_: fake_pair_group.FakeGroup) -> None:
+        if abort == "does not end":
+            has_ended.wait(60.0)
+        raise RuntimeError("NCCL says no")
+
+    group = fake_pair_group.Wires(is_silent=True)
+    handshake = Handshake(epoch=1, rank=1, device=CPU, floor_gb_s=0.0)
+    wire = NcclWire(handshake, 0.05, make_group=group.make_group)
+    wire._group = group.make_group(None, 1)  # type: ignore[arg-type]
+
+    def receive() -> None:
+        with pytest.raises(HandoffError, match="not over within") as raised:
+            wire.receive(torch.zeros(4))
+        failures.append(raised.value)
+
+    monkeypatch.setattr(fake_pair_group.FakeGroup, "abort", fail)
+    waiting = threading.Thread(target=receive, daemon=True)
+    waiting.start()
+    waiting.join(20.0)
+    has_ended.set()
+    assert len(failures) == 1
 
 
 def test_a_rank_opens_no_more_nccl_wires_than_it_may() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def _die_at_line(number: int, act: Callable[[], object]) -> bool:
     """Whether `act` ran so many lines of the arena's code, and died there."""
     num_lines = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> object:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal num_lines
         if frame.f_code.co_filename != arena_module.__file__:
             return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration
 from transformers.models.gemma3 import Gemma3Config, Gemma3TextConfig
 
@@ -15,6 +15,7 @@ from engine.layers.rope_spec import LinearScaling, RopeSpec
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
+from engine.models.weight_files import check_weights
 from engine.models.weights import random_weights
 from engine.request import SamplingParams
 from tests.engine.models.closeness import assert_same_logits
@@ -145,7 +146,9 @@ def test_parameters_of_gemma3_are_those_of_transformers(tmp_path: Path) -> None:
     assert not made.layers[0].input_norm.any(), "norms multiply by 1"
 
 
-def _save_with_vision(folder: Path, seed: int) -> Gemma3ForConditionalGeneration:
+def _save_with_vision(
+    folder: Path, seed: int, *, is_original: bool
+) -> Gemma3ForConditionalGeneration:
     text = {**FAMILIES[NAME], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 88}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -162,13 +165,19 @@ def _save_with_vision(folder: Path, seed: int) -> Gemma3ForConditionalGeneration
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.1))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=is_original)
     return model
 
 
-def test_the_text_part_of_a_folder_with_vision_is_served(tmp_path: Path, seed: int) -> None:
-    model = _save_with_vision(tmp_path, seed)
-    names = {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")}
+@pytest.mark.parametrize("is_original", [True, False], ids=["published", "renamed"])
+def test_the_text_part_of_a_folder_with_vision_is_served(
+    is_original: bool, tmp_path: Path, seed: int
+) -> None:
+    model = _save_with_vision(tmp_path, seed, is_original=is_original)
+    names = {
+        name.removeprefix("" if is_original else "model.").partition(".")[0]
+        for name in load_file(tmp_path / "model.safetensors")
+    }
     assert names == {"language_model", "vision_tower", "multi_modal_projector"}
     token_ids = [token % 128 for token in _tokens(21, seed)]
     with torch.inference_mode():
@@ -176,6 +185,11 @@ def test_the_text_part_of_a_folder_with_vision_is_served(tmp_path: Path, seed: i
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits_in_chunks(0, 8), theirs)
+    head = "language_model.lm_head.weight" if is_original else "lm_head.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[head] = torch.ones(131, 64)  # some writers leave a tied one in
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_weights(tmp_path, load_spec(tmp_path))
     edit_config(tmp_path, remove=("text_config",))
     with pytest.raises(ConfigError, match="text_config is missing"):
         load_spec(tmp_path)

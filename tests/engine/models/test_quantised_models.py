@@ -126,6 +126,56 @@ def test_zero_points_of_the_first_gptq_format_are_whole_words_less_ones(tmp_path
     assert np.array_equal(scales.zeros.numpy(), zeros.T)
 
 
+def test_scales_of_tiles_may_be_bytes(tmp_path: Path) -> None:
+    """As transformers 5 writes them where scale_fmt is ue8m0: powers of two."""
+    folder, _ = _folders(tmp_path, "fp8-block")
+    _reconfigure(folder, scale_fmt="ue8m0")
+
+    def to_powers(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
+
+    _change(folder, to_powers)
+    bytes_of = load_file(folder / "model.safetensors")
+    found = _load(folder)
+    _change(
+        folder,
+        lambda tensors: tensors.update(
+            {n: t.float() for n, t in bytes_of.items() if n.endswith("weight_scale_inv")}
+        ),
+    )
+    for layer, expected in zip(found.layers, _load(folder).layers, strict=True):
+        for weight, other in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), _matrix(other))
+
+
+@pytest.mark.parametrize("ending", ["weight_scale", "weight_scale_inv"])
+def test_the_scale_of_a_whole_tensor_has_two_names(ending: str, tmp_path: Path) -> None:
+    """AutoFP8's, and that of transformers 5, which has other names for those of inputs too."""
+    folder, stands_for = _folders(tmp_path, "fp8-tensor")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[name.replace("weight_scale", ending)] = tensors.pop(name)
+        for name in [name for name in tensors if name.endswith(".input_scale")]:
+            tensors[name.replace("input_scale", "activation_scale")] = tensors.pop(name)
+
+    _change(folder, rename)
+    for layer, expected in zip(_load(folder).layers, _load(stands_for).layers, strict=True):
+        for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), dense.data)
+
+
+def test_fbgemm_has_a_scale_an_output(tmp_path: Path) -> None:
+    """As Meta publishes Llama 3.1 405B: tensors as compressed-tensors has them."""
+    folder, stands_for = _folders(tmp_path, "ct-fp8-channel")
+    section = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    edit_config(folder, quantization_config=section | {"modules_to_not_convert": None})
+    for layer, expected in zip(_load(folder).layers, _load(stands_for).layers, strict=True):
+        for weight, dense in zip(_linears(layer), _linears(expected), strict=True):
+            assert torch.equal(_matrix(weight), dense.data)
+
+
 def test_tensors_of_one_map_may_stand_in_two_files(tmp_path: Path) -> None:
     quantised, stands_for = _folders(tmp_path, "gptq-v2-order")
     tensors = load_file(quantised / "model.safetensors")

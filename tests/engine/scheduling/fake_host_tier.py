@@ -20,6 +20,9 @@ class FakeLoad:
     def cancel(self) -> None:
         self.is_cancelled = True
 
+    def resume(self) -> None:
+        self.is_cancelled = False
+
 
 @dataclass(slots=True, eq=False)
 class FakeHostTier:

@@ -59,6 +59,7 @@ class Replica:
         overlap: bool = False,
         defers_planning: bool = False,
         laps: LapsConfig = DEFAULT_LAPS,
+        graph_token_sizes: Sequence[int] = (),
         drafting: Drafting | None = None,
     ) -> None:
         self.clock = ManualClock()
@@ -90,6 +91,7 @@ class Replica:
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((EOS_TOKEN_ID,), max_model_len),
             laps=laps,
+            graph_token_sizes=graph_token_sizes,
             drafting=drafting,
         )
         self.core = EngineCore(

@@ -156,6 +156,21 @@ def test_a_load_for_nobody_is_cancelled_and_its_blocks_are_zeroed() -> None:
     world.check()
 
 
+def test_who_asks_again_for_what_was_cancelled_gets_all_of_it() -> None:
+    """As a client does that hangs up and sends its request again."""
+    world = Loads()
+    first, second = world.request("a"), world.request("b")
+    assert world.is_awaited(first, 0.0)
+    world.loads.forget(first.key)
+    assert world.is_awaited(second, 0.001)
+    assert world.land(10) == []
+    assert world.is_awaited(second, 0.002)
+    assert world.land(90) == []
+    assert len(world.cache.match(world.hashes)) == 100
+    assert world.loads.statistics().num_wasted_blocks == 0
+    world.check()
+
+
 def test_stored_tokens_count_as_what_loading_them_is_worth() -> None:
     world = Loads(block_s=1e-4)
     request = world.request("a")

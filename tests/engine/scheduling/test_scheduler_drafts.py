@@ -2,12 +2,16 @@
 
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from configs.resolved import ResolvedLaps
+from engine.cost_model import StepCosts
 from engine.request import Request
 from engine.scheduling.drafting import Drafting
+from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 from tests.harness.drafters import DeviceGuesser, Guesser
@@ -187,6 +191,39 @@ def test_prompts_go_first_and_drafts_take_what_is_left_of_the_step() -> None:
     replica.check_idle()
 
 
+class _Offered(FixedDrafts):
+    """Notes what it is offered."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.offers = list[StepOffer]()
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        self.offers.append(offer)
+        return super().plan(offer, costs)
+
+
+def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left() -> None:
+    policy = _Offered(7)
+    drafting = Drafting(_guesser(), policy, holds=False, graph_tokens=(2, 4, 8))
+    given = {"graph_token_sizes": (8, 16), "laps": ResolvedLaps(queue="laps")}
+    replica = Replica(max_num_batched_tokens=32, drafting=drafting, **given)
+    replica.add("a", prompt_of(3), params=params_of(30))
+    for _ in range(2):
+        replica.step()
+    replica.add("b", prompt_of(9, 1), params=params_of(2))
+    replica.step()
+    alone, beside = policy.offers
+    assert (alone.graph_tokens, alone.max_draft_tokens) == ((2, 4, 8), 31)
+    assert (beside.graph_tokens, beside.max_draft_tokens) == ((8, 16), 4 - 2)  # of four lines
+    assert (alone.max_step_s, beside.max_step_s) == (None, 0.05)
+    replica.add("c", prompt_of(18, 2), params=params_of(2))
+    replica.step()
+    assert policy.offers[-1].max_draft_tokens == 32 - 2 - 18  # no graph holds such a step
+    replica.run()
+    replica.check_idle()
+
+
 def test_a_request_may_ask_for_fewer_drafts_or_none() -> None:
     replica = Replica(drafting=_drafting(_guesser(), 6))
     few = replica.add("few", prompt_of(4), params=params_of(16), max_drafts=2)
@@ -250,6 +287,30 @@ def test_a_request_that_is_never_guessed_rests_from_waiting() -> None:
     replica.run()
     assert replica.output(silent) == replica.expected(silent)
     assert len(replica.executor.plans) < 62
+
+
+class _EveryOther(FixedDrafts):
+    """Gives no draft in every other step."""
+
+    is_turn = False
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        self.is_turn = not self.is_turn
+        found = super().plan(offer, costs)
+        return found if self.is_turn else replace(found, num_drafts=[0] * len(offer.keys))
+
+
+def test_a_row_ahead_goes_on_through_a_step_without_drafts() -> None:
+    """If it sat out the step in flight to have drafts again, it would lose a step each time."""
+    guesser = DeviceGuesser(_answer_of, vocab_size=VOCAB_SIZE, error_rate=0.3, seed=2)
+    replica = Replica(overlap=True, drafting=Drafting(guesser, _EveryOther(2), holds=True))
+    request = replica.add("a", prompt_of(4), params=params_of(40))
+    replica.run()
+    assert replica.output(request) == replica.expected(request)
+    plans = [plan for plan in replica.executor.plans if plan.rows]
+    assert len(plans) > 14
+    assert all(plan.ahead for plan in plans[2:-1])
+    replica.check_idle()
 
 
 def test_a_row_that_is_not_finite_ends_with_its_drafts() -> None:

@@ -157,6 +157,17 @@ def test_a_request_whose_drafts_do_not_pay_rests_and_is_tried_again() -> None:
     assert planned("a") > 0
 
 
+def test_a_step_with_prompts_makes_no_request_rest() -> None:
+    """What drafts cost beside a prompt, such as a larger graph, says nothing of the next step."""
+    controller = SpeculationController()
+    work = decodes(1).with_prompt(2047, 0)
+    for _ in range(RULES.retry_steps):
+        assert most(controller, "a", 0.0) == 4
+        step = offer([4], keys=["a"], work=work, graph_tokens=[2048, 4096])
+        assert controller.plan(step, FITTED).num_drafts == [0]
+        idle_steps(controller, 1)
+
+
 def test_rows_held_back_must_earn_what_they_miss() -> None:
     survivals = [np.cumprod([0.5] * 4).tolist()] * 8
     free = choose_drafts(table(survivals), offer([4] * 8), FITTED)
