@@ -8,7 +8,6 @@ row it is, when it runs and which blocks it gets.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +16,16 @@ from torch import Tensor
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.kv.tables import BlockTables, concat_ranges
-from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.row_exchange import RowExchange
-from engine.models.llama import CausalLM, ForwardResult
+from engine.layers.context import SINGLE_RANK, Comm
+from engine.models.llama import CausalLM
 from engine.plan import StepPlan
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.dp_meetings import DpMeetings, Meeting
 from engine.runner.dp_steps import DpStep, DpSteps
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
+from engine.runner.forward_passes import ForwardPasses
 from engine.runner.graph_sizes import GraphSize, PromptSizes
 from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
@@ -38,7 +36,6 @@ from engine.runner.inputs import (
     write_idle_batch,
     write_input_batch,
 )
-from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
@@ -55,12 +52,11 @@ from engine.runner.row_texts import RowTexts, text_bytes
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
-from engine.runner.two_batches import BatchPart, TwoBatches
+from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
-from kernels.attention.protocol import AttentionStep
-from kernels.input_ids import keep_last_tokens, resolve_input_ids
+from kernels.input_ids import keep_last_tokens
 from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
@@ -98,9 +94,10 @@ class Executor:
         self.layout = layout
         self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
-        self._kv_scales: KvScales | None = None
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
-        self._attention = attention
+        self._passes = ForwardPasses(
+            model, self.kv_store, attention, self._comm, self._dp, max_rows=max_rows
+        )
         self._sends_blocks = sends_blocks
         self._max_rows = max_rows
         self._max_tokens = max_num_batched_tokens
@@ -115,7 +112,6 @@ class Executor:
             prompt_logprobs=PromptLogprobRows(tokens, self._logits, model.device),
             num_blocks=num_blocks,
         )
-        self._last_token_steps = LastTokenSteps(max_rows, model.device)
         self._num_in_flight = 2
         self._table = TokenTable(max_rows, 0, model.device)
         self.guesses: StepGuesses | None = None  # None = all drafts come from the host
@@ -126,9 +122,7 @@ class Executor:
         self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
         self._max_row_samples = 1
         self._decode_run: DecodeRun | None = None
-        self._two_batches: TwoBatches | None = None
         self._keeper: ExportKeeper | None = None
-        self._min_exchanged: int | None = None  # tokens; None = never
         self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
@@ -157,12 +151,14 @@ class Executor:
         threshold: see `engine.runner.batch_splits`. All ranks of a model get the same.
         """
         block_size = self.layout.block_size
-        self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
+        self._passes.two_batches = TwoBatches(
+            self.model, rule, threshold=threshold, block_size=block_size
+        )
 
     def use_kv_scales(self, scales: KvScales) -> None:
         """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
         assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
-        self._kv_scales = scales
+        self._passes.kv_scales = scales
 
     def exchange_tokens(self, min_tokens: int) -> None:
         """From now on, steps of at least so many tokens share them out between ranks.
@@ -171,7 +167,7 @@ class Executor:
         captured: call it before they are. All ranks get the same.
         """
         assert self.model.can_exchange, "the model's ranks have no whole experts"
-        self._min_exchanged = min_tokens
+        self._passes.min_exchanged = min_tokens
 
     def sum_in_order(self) -> None:
         """From now on ranks with rows of their own add up what experts give in the ranks' order.
@@ -184,13 +180,13 @@ class Executor:
     @property
     def may_split(self) -> bool:
         """Whether a step may be computed as two batches."""
-        return self._two_batches is not None
+        return self._passes.two_batches is not None
 
     @property
     def two_batches(self) -> TwoBatches:
         """Only after `overlap_two_batches`."""
-        assert self._two_batches is not None, "no step is computed as two batches"
-        return self._two_batches
+        assert self._passes.two_batches is not None, "no step is computed as two batches"
+        return self._passes.two_batches
 
     def compute_shared_beside(self, max_tokens: int) -> None:
         """Graphs of up to so many tokens compute shared experts in a stream of their own.
@@ -214,15 +210,16 @@ class Executor:
 
         On a CPU, which computes at once, plans can be made true instead.
         """
-        return self._attention.reads_lengths_on_device or self.model.device.type == "cpu"
+        return self._passes.attention.reads_lengths_on_device or self.model.device.type == "cpu"
 
     def draft_for(self, target: "Executor") -> None:
         """Draft for `target`, which allows drafts; call it before graphs are captured."""
         num_samples, device = target._max_row_samples, self.model.device
         rows = GuessedRows(target._table, num_samples)
-        target.guesses = StepGuesses(rows, target._table, target._attention)
+        target.guesses = StepGuesses(rows, target._table, target._passes.attention)
         self._table = TokenTable(self._max_rows, num_samples, device)
-        self.guesses = StepGuesses(rows, self._table, self._attention, drafts_for=target._table)
+        attention = self._passes.attention
+        self.guesses = StepGuesses(rows, self._table, attention, drafts_for=target._table)
         self._num_in_flight = 2 * num_samples  # all passes of a step, and the last one's
         self._buffers = self._step_buffers(self._max_tokens)
 
@@ -230,7 +227,7 @@ class Executor:
         """Find drafts that plans leave to the device in the rows' texts; with drafts allowed."""
         rows = GuessedRows(self._table, self._max_row_samples)
         texts = RowTexts(rows, self._table, max_len=self._max_model_len, rules=rules)
-        self.guesses = StepGuesses(rows, self._table, self._attention, look_up=texts.look_up)
+        self.guesses = StepGuesses(rows, self._table, self._passes.attention, look_up=texts.look_up)
 
     def bytes_to_look_up_drafts(self, rules: NgramRules) -> int:
         """Memory that `look_up_drafts` takes on the device."""
@@ -286,22 +283,22 @@ class Executor:
     def _captured_steps(self) -> CapturedSteps:
         return CapturedSteps(
             self.model,
-            self._attention,
+            self._passes.attention,
             last_tokens=self._table.flat,
             max_model_len=self._max_model_len,
-            make_context=self._context,
+            make_context=self._passes.context,
             comm=self._comm,
-            exchanges=self._exchanges if self.model.can_capture_exchange else None,
+            exchanges=self._passes.exchanges if self.model.can_capture_exchange else None,
             shared_stream=self._shared_stream,
         )
 
     @property
     def attends_few_tokens_apart(self) -> bool:
         """Whether rows of a few new tokens have a kernel of their own."""
-        return self._attention.max_few_tokens > 1
+        return self._passes.attention.max_few_tokens > 1
 
     def statistics(self) -> ExecutorStatistics:
-        return self._graphs.statistics(self._two_batches)
+        return self._graphs.statistics(self._passes.two_batches)
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep | IdleStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
@@ -359,10 +356,10 @@ class Executor:
             if self._dp is not None and self._meetings is not None:
                 shared = self._dp.of(plan)
                 plan = shared.own
-                meeting = self._meetings.without_graph(shared, self._two_batches)
+                meeting = self._meetings.without_graph(shared, self._passes.two_batches)
             self._apply_rows(plan)
             batch = self._write_batch(plan, self._buffers)
-            hidden = self._forward(batch, meeting=meeting).hidden
+            hidden = self._passes.forward(batch, self._table.flat, meeting=meeting).hidden
             ends = np.empty_like(batch.first_tokens)
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
             num_logits = np.array(plan.num_logits, dtype=np.int64)
@@ -384,7 +381,7 @@ class Executor:
     def _meet(self, shared: DpStep) -> Meeting:
         """How ranks compute a step together."""
         assert self._meetings is not None, "the plan of one rank"
-        meeting = self._meetings.of(shared, self._two_batches)
+        meeting = self._meetings.of(shared, self._passes.two_batches)
         run, graphs = self._decode_run, meeting.graphs
         if run is not None:
             is_decode = graphs is not None and self._graphs.is_decode(graphs)
@@ -402,7 +399,7 @@ class Executor:
             graphs.replay(size, write_idle_batch(graphs.buffers, padded_to=size).attention)
             return
         batch = write_idle_batch(self._buffers)
-        self._forward(batch, batch.logit_indices, meeting=meeting)
+        self._passes.forward(batch, self._table.flat, batch.logit_indices, meeting=meeting)
 
     def _compute(self, plan: StepPlan, shared: DpStep | None) -> ComputedStep:
         meeting = None if shared is None else self._meet(shared)
@@ -430,11 +427,12 @@ class Executor:
         samples = len(batch.sampling) > 0
         skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
         if skips and samples and not plan.drafts:
-            result = self._forward_to_last(batch)
+            result = self._passes.forward_to_last(batch, self._table.flat)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
             lines, checks = batch.logit_indices, not plan.is_decode
-            result = self._forward(batch, lines, checks_finite=checks, meeting=meeting)
+            given = batch, self._table.flat, lines
+            result = self._passes.forward(*given, checks_finite=checks, meeting=meeting)
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
@@ -450,7 +448,7 @@ class Executor:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
         self._graphs.count_unreplayed(plan)
         batch = self._write_batch(plan, self._buffers)
-        result = self._forward(batch, checks_finite=True, meeting=meeting)
+        result = self._passes.forward(batch, self._table.flat, checks_finite=True, meeting=meeting)
         lines = batch.logit_indices
         hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
         return ComputedStep(
@@ -511,111 +509,16 @@ class Executor:
             prompt=prompt,
         )
 
-    def _forward(
-        self,
-        batch: InputBatch,
-        logit_indices: Tensor | None = None,
-        *,
-        checks_finite: bool = False,
-        meeting: Meeting | None = None,
-    ) -> ForwardResult:
-        """The residual stream after the final norm, at `logit_indices` (None: at every token).
-
-        meeting: with DP attention.
-        """
-        exchanges = () if meeting is None else meeting.exchanges
-        split = self._split(batch) if meeting is None else meeting.split_of(batch)
-        if split is not None:
-            parts = self.two_batches.parts(batch, split)
-            return self.two_batches.forward(
-                resolve_input_ids(batch.input_ids, self._table.flat),
-                split,
-                self._part_contexts(parts, batch.num_tokens, exchanges or (None, None)),
-                [None if logit_indices is None else part.chosen for part in parts],
-                checks_finite=checks_finite,
-            )
-        ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
-        rows = exchanges[0] if exchanges else None
-        ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens), rows=rows)
-        ids = resolve_input_ids(batch.input_ids, self._table.flat)
-        return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
-
-    def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
-        """The residual stream after the final norm at every row's last token, in batch order."""
-        split = self._split(batch)
-        if split is not None:
-            parts = self.two_batches.parts(batch, split)
-            lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
-            contexts = self._part_contexts(parts, batch.num_tokens)
-            return self.two_batches.forward(
-                resolve_input_ids(batch.input_ids, self._table.flat),
-                split,
-                [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
-                checks_finite=True,
-            )
-        last = self._last(batch.attention)
-        ctx = replace(
-            self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
-            last=last,
-            exchanges=self._exchanges(batch.num_tokens),
-        )
-        ids = resolve_input_ids(batch.input_ids, self._table.flat)
-        return self.model.forward(ids, ctx, checks_finite=True)
-
-    def _split(self, batch: InputBatch) -> BatchSplit | None:
-        return None if self._two_batches is None else self._two_batches.split(batch)
-
-    def _last(self, attention: AttentionStep, lane: int = 0) -> LastTokens:
-        """Every row's last token, which alone is computed after the last layer's K and V."""
-        step = self._last_token_steps.of(attention)
-        ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
-        return LastTokens(indices=step.indices, ctx=replace(ctx, lane=lane))
-
-    def _part_contexts(
-        self,
-        parts: Sequence[BatchPart],
-        num_tokens: int,
-        rows: Sequence[RowExchange | None] = (None, None),
-    ) -> list[ForwardContext]:
-        """num_tokens: of the whole step, by which all parts decide alike. rows: of each part."""
-        exchanges = self._exchanges(num_tokens)
-        return [
-            replace(
-                self._context(part.positions, part.slots, self._attention.plan(part.attention)),
-                lane=lane,
-                exchanges=exchanges,
-                rows=exchange,
-                fused_sums=None,
-            )
-            for lane, (part, exchange) in enumerate(zip(parts, rows, strict=True))
-        ]
-
-    def _exchanges(self, num_tokens: int) -> bool:
-        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
-
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    def _context(self, positions: Tensor, slots: Tensor, metadata: Any) -> ForwardContext:  # noqa: ANN401
-        return ForwardContext(
-            rotary=self.model.rotary_at(positions),
-            slots=slots,
-            kv_store=self.kv_store.tensor,
-            attention=self._attention,
-            attention_metadata=metadata,
-            comm=self._comm,
-            rows=self._dp.padded(len(slots)) if self._dp else None,  # unless the caller knows more
-            fused_sums=self._comm.fused_sums,
-            kv_scales=self._kv_scales,
-        )
-
     def _write_batch(
         self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
         tables = self._rows.tokens, self._rows.blocks, self.layout
-        few = self._attention.max_few_tokens
+        few = self._passes.attention.max_few_tokens
         batch = write_input_batch(plan, *tables, buffers, padded_to=padded_to, max_few_tokens=few)
         if self.guesses is None:
             return batch

@@ -18,8 +18,8 @@ in a step. What a step gives a request that has ended meanwhile is dropped.
 
 Holding costs, so the policy is told how many rows a plain step would decode, and for how long the
 device had nothing to do. Rows that could go on wait for the held ones where two steps of fewer rows
-cost more than the host's gap (`pays_to_wait`), since each step reads all weights. A request without
-a guess rests from being held, each time for twice as many steps. A scheduler without a drafter does
+cost more than the host's gap (`host_gap`), since each step reads all weights. A request without a
+guess rests from being held, each time for twice as many steps. A scheduler without a drafter does
 none of this.
 """
 
@@ -33,16 +33,13 @@ from engine.cost_model import StepCosts, StepWork
 from engine.messages import SpeculationLoad
 from engine.plan import NEWEST, StepResult
 from engine.request import Request, RequestKey
+from engine.scheduling.host_gap import HostGap
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import Drafter, DraftPolicy
 from engine.turns import Turns
 
 _MAX_REST_STEPS = 64
-_FIRST_GAP_S = 0.5e-3  # of the host between two steps that do not overlap, until one was measured
-_GAP_DECAY = 0.9  # of its mean, a gap
-_MAX_GAP_RATIO = 4.0  # of a gap that counts to their mean: a pause of the host is none of them
-_GAP_FADE = 0.99  # of the same, a step that does not wait: only one that does measures it anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +155,7 @@ class Drafting:
         # Requests that go on while their step with drafts is in flight: it, and tokens at most.
         self._ahead: dict[RequestKey, tuple[PlannedDrafts, int]] = {}
         self._idle_s = 0.0
-        self._gap_s = _FIRST_GAP_S
+        self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
 
@@ -359,39 +356,23 @@ class Drafting:
 
     def count_idle(self, seconds: float) -> None:
         """The device had nothing to do before the step just planned, because rows were held."""
-        seconds = min(seconds, _MAX_GAP_RATIO * self._gap_s)
-        self._idle_s += seconds
-        self._gap_s += (1 - _GAP_DECAY) * (seconds - self._gap_s)
+        self._idle_s += self._gap.add(seconds)
 
     def pays_to_wait(
         self, decodes: StepWork, num_held_rows: int, costs: StepCosts, *, num_elsewhere: int = 0
     ) -> bool:
-        """Whether the rows of `decodes` shall wait for those held, to share the next step.
-
-        In a step of their own they give fewer tokens a second, the saved gap counted, than all rows
-        in one step after the gap. num_elsewhere: held rows of other ranks, which share a step at no
-        cost to this one.
-        """
-        num_rows = decodes.num_decode_rows
-        if num_rows == 0 or num_held_rows + num_elsewhere == 0:
-            return False
-        num_here = num_rows + num_held_rows
-        num_all = num_here + num_elsewhere
-        alone_s, together_s = (
-            costs.step_seconds(
-                StepWork(
-                    num_prompt_tokens=int(num * self._num_drafts_per_row),
-                    num_decode_rows=num,
-                    num_decode_keys=decodes.num_decode_keys * num // num_rows,
-                )
-            )
-            for num in (num_rows, num_here)
+        """As of `HostGap.is_worth_it`."""
+        return self._gap.is_worth_it(
+            decodes,
+            num_held_rows,
+            costs,
+            num_drafts_per_row=self._num_drafts_per_row,
+            num_elsewhere=num_elsewhere,
         )
-        return num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s)
 
     def count_going_on(self) -> None:
         """The rows of a step do not wait for those held, so it measures no gap."""
-        self._gap_s *= _GAP_FADE
+        self._gap.fade()
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.

@@ -128,9 +128,9 @@ def _start(
 def _move_inputs(executor: Executor, *, captures: bool) -> None:
     rows = ExactRows(attention_shape(executor.model.spec))
     given = {"prefill": rows, "decode": rows, "graph": rows, "prompt_graph": rows}
-    executor._attention = PhasedAttention(**given)
+    executor._passes.attention = PhasedAttention(**given)
     assert executor.guesses is not None
-    executor.guesses._attention = executor._attention
+    executor.guesses._attention = executor._passes.attention
     if captures:
         prompts = ragged_sizes(6, 32)
         executor.capture_graphs(RerunRecorder(), print, prompts=prompts, verify=verify_sizes(6, 32))

@@ -54,8 +54,9 @@ def capture_verification(
     """
     executor, recorder = engine.executor, CountingRecorder()
     rows = ExactRows(attention_shape(executor.model.spec))
-    executor._attention = PhasedAttention(prefill=rows, decode=rows, graph=rows, prompt_graph=rows)
-    executor._attention.verify_with(rows, 9, graph=rows)
+    attention = PhasedAttention(prefill=rows, decode=rows, graph=rows, prompt_graph=rows)
+    attention.verify_with(rows, 9, graph=rows)
+    executor._passes.attention = attention
     executor.capture_graphs(
         recorder, lambda _: None, prompts=None, verify=verify_sizes(6, max_tokens)
     )
