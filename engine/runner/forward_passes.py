@@ -68,7 +68,8 @@ class ForwardPasses:
         """
         exchanges = () if meeting is None else meeting.exchanges
         split = self._split(batch) if meeting is None else meeting.split_of(batch)
-        if split is not None and self.two_batches is not None:
+        if split is not None:
+            assert self.two_batches is not None, "no step is computed as two batches"
             parts = self.two_batches.parts(batch, split)
             return self.two_batches.forward(
                 resolve_input_ids(batch.input_ids, last_tokens),
@@ -88,7 +89,8 @@ class ForwardPasses:
     def forward_to_last(self, batch: InputBatch, last_tokens: Tensor) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
         split = self._split(batch)
-        if split is not None and self.two_batches is not None:
+        if split is not None:
+            assert self.two_batches is not None, "no step is computed as two batches"
             parts = self.two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
             contexts = self._part_contexts(parts, batch.num_tokens)

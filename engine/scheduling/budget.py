@@ -53,7 +53,7 @@ class StepBudget:
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
         self._has_refused_long = False  # long as in `short_reserve`
-        self._exempt: RequestKey | None = None  # from being closed out by the last refusal
+        self._exempt: RequestKey | None = None  # by the last refusal: `but`
 
     @property
     def num_tokens_left(self) -> int:
@@ -159,7 +159,7 @@ class StepBudget:
         """Yield the candidates in order, until one does not fit.
 
         Candidates that already have a chunk in this step are skipped. After a refusal, including
-        one from an earlier call, only running requests are yielded.
+        one from an earlier call, only running requests and the one that it exempts are yielded.
         """
         is_closed = False
         for request in candidates:

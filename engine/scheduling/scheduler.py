@@ -389,16 +389,18 @@ class Scheduler:
         """Drafts for the decodes, from what prompts left of the step; adds blocks to `grown`."""
         if self.drafting.drafter is None:
             return NO_DRAFTS
+        num_lines_left = self._num_lines_left(budget)
+        num_left = budget.num_tokens_left
         room = StepRoom(
             work=budget.work,
             costs=self.costs,
-            max_tokens=self._max_draft_tokens(budget),
+            max_tokens=num_left if num_lines_left is None else min(num_left, num_lines_left),
             is_short_waiting=self._reserve.first_short is not None,
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,
             max_model_len=self._finish_rules.max_model_len,
-            prompt_graph_tokens=self._prompts.graph_token_sizes,
+            prompt_graph_tokens=() if num_lines_left is None else self._prompts.graph_token_sizes,
             max_prompt_step_s=budget.max_step_s,
         )
         drafts = yield from self.drafting.planning(decodes.requests, room)
@@ -407,14 +409,14 @@ class Scheduler:
                 grown[row_of(request)] = grown.get(row_of(request), []) + block_ids
         return drafts
 
-    def _max_draft_tokens(self, budget: StepBudget) -> int:
-        """What prompts left of the step's tokens, and of the lines of logits of their graph."""
+    def _num_lines_left(self, budget: StepBudget) -> int | None:
+        """Of logits, in the graph of a step with prompts; None = the step replays no such graph."""
         sizes = self._prompts.graph_token_sizes
         if budget.num_prompts == 0 or not sizes or budget.work.num_new_tokens > sizes[-1]:
-            return budget.num_tokens_left
+            return None
         num_lines = min(self._config.max_num_seqs, self._prompts.max_graph_rows)
         num_left = num_lines - budget.work.num_decode_rows - budget.num_prompts
-        return min(budget.num_tokens_left, max(0, num_left))
+        return num_left if num_left >= 0 else None
 
     def _start_step(
         self,

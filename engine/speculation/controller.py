@@ -17,10 +17,11 @@ low acceptance pays, and the threshold only holds with `stops_always`.
 
 Trials. What a request of which nothing is known accepts is taken from all others (`everyone`). Of
 such requests `trial_rows` at a time are tried as if they accepted much, with `trial_drafts` each,
-if that would pay for all rows: a trial of all 256 rows of a step costs over a plain step, and
-several such steps are in flight before the first result. Until something is known of any, the rest
-wait for those; afterwards new trials begin every `retry_steps`. Where requests differ in what they
-accept by more than chance, what others do says little, and all are tried.
+if that would pay for all rows, and as many as the step has room for: a trial of all 256 rows of a
+step costs over a plain step, and several such steps are in flight before the first result. Until
+something is known of any, the rest wait for those; afterwards new trials begin every `retry_steps`.
+Where requests differ in what they accept by more than chance, what others do says little, and all
+are tried.
 
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
@@ -250,6 +251,27 @@ def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float
     return min(limit_s, plain_s * (1 + rules.short_slack)) if offer.is_short_waiting else limit_s
 
 
+def _num_fitting(
+    nums: Integers,
+    depth: int,
+    offer: StepOffer,
+    costs: StepCosts,
+    rules: SpeculationRules,
+    surcharge_s: float,
+) -> int:
+    """How many of `nums`, drafts of a step in all, ascending, are within the offer's limits.
+
+    depth: the most drafts of a row.
+    """
+    seconds = verify_seconds(costs, offer.work, np.array([0, *nums]), offer.graph_tokens)
+    limit_s = _limit_s(offer, float(seconds[0]), rules)
+    seconds = seconds[1:] + surcharge_s + depth * offer.draft_pass_s
+    num_in_time = int(np.searchsorted(seconds, limit_s, side="right"))
+    if offer.max_draft_tokens is None:
+        return num_in_time
+    return min(num_in_time, int(np.searchsorted(nums, offer.max_draft_tokens, side="right")))
+
+
 class Purse:
     """What speculation may lose, in plain steps, and whether it is on."""
 
@@ -389,7 +411,11 @@ class SpeculationController:
         counts = np.array(drafts.num_drafts, dtype=np.int64)
         tried = asked[self._gates.is_tried(slots) & (counts[asked] == 0)]
         if len(tried) and self._would_pay(offer, costs):
-            counts[tried] = np.minimum(most[tried], self._rules.trial_drafts)
+            trial = np.minimum(most[tried], rules.trial_drafts)
+            nums = counts.sum() + trial.cumsum()
+            depth = max(int(counts.max()), int(trial.max()))
+            num_fitting = _num_fitting(nums, depth, offer, costs, rules, surcharge_s)
+            counts[tried[:num_fitting]] = trial[:num_fitting]
             drafts = price_drafts(counts, survivals, offer, costs, surcharge_s)
         refused = slots[counts[asked] == 0]
         if len(refused) and offer.work.num_prompt_tokens == 0:

@@ -19,6 +19,7 @@ from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.batch_splits import BatchSplit
+from engine.runner.dp_meetings import Meeting
 from engine.runner.inputs import InputBatch
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.two_batches import TwoBatches, first_half, second_half
@@ -282,6 +283,22 @@ def test_samples_of_a_cut_row_must_lie_in_one_half(exact: Path) -> None:
     several = msgspec.structs.replace(batch, sampling=batch.sampling.repeat(6))
     assert batches.split(several) is None
     assert batches.split(msgspec.structs.replace(batch, sampling=batch.sampling.repeat(5)))
+
+
+def test_a_step_that_other_ranks_split_is_not_computed_whole(exact: Path) -> None:
+    """They would exchange rows with it by halves."""
+    with snapped_mixtures():
+        model, attention = build_exact(exact, WHOLE_MODEL)
+        driver = StepDriver(model, seed=1, phased=attention)
+        driver.admit(0, list(range(10)))
+        executor = driver.executor
+        plan = driver.plan({0: 10}, samples=True)
+        executor._apply_rows(plan)
+        batch = executor._write_batch(plan, executor._buffers)
+        split = BatchSplit(row=0, row_tokens=5, token=5)
+        meeting = Meeting(graphs=None, size=None, exchanges=(), split=split)
+        with pytest.raises(AssertionError, match="no step is computed as two batches"):
+            executor._passes.forward(batch, executor._table.flat, meeting=meeting)
 
 
 def test_rows_that_verify_are_split_between_rows(exact: Path) -> None:

@@ -223,6 +223,26 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left(
     replica.check_idle()
 
 
+def test_drafts_are_not_bounded_by_a_graph_that_has_too_few_rows_for_the_step() -> None:
+    policy = _Offered(7)
+    laps = ResolvedLaps(queue="laps", batch_prefill_max_rows=2)
+    replica = Replica(
+        max_num_batched_tokens=32,
+        graph_token_sizes=(8, 16),
+        laps=laps,
+        drafting=Drafting(_guesser(), policy, holds=False),
+    )
+    for seed, name in enumerate("ab"):
+        replica.add(name, prompt_of(3, seed), params=params_of(30))
+    replica.step()
+    replica.add("c", prompt_of(9, 2), params=params_of(2))
+    replica.step()
+    beside = policy.offers[-1]
+    assert (beside.graph_tokens, beside.max_draft_tokens) == ((), 32 - 2 - 9)
+    replica.run()
+    replica.check_idle()
+
+
 def test_a_request_may_ask_for_fewer_drafts_or_none() -> None:
     replica = Replica(drafting=_drafting(_guesser(), 6))
     few = replica.add("few", prompt_of(4), params=params_of(16), max_drafts=2)

@@ -192,6 +192,35 @@ def test_few_are_tried_until_something_is_known() -> None:
     assert all(controller.max_drafts(keys))
 
 
+def first_steps(**limits: object) -> list[StepDrafts]:
+    """Of 16 requests that accept nothing."""
+    controller = SpeculationController()
+    steps, keys = [], range(16)
+    for _ in range(6):
+        drafts = controller.plan(offer(controller.max_drafts(keys), **limits), FITTED)
+        steps.append(drafts)
+        tried = [key for key in keys if drafts.num_drafts[key]]
+        nums = [drafts.num_drafts[key] for key in tried]
+        controller.observe(tried, nums, [0] * len(tried))
+        idle_steps(controller, 1)
+    return steps
+
+
+@pytest.mark.parametrize("left", [3, 5, 8, 11])
+def test_trials_take_no_more_tokens_than_a_step_has_left(left: int) -> None:
+    nums = [sum(drafts.num_drafts) for drafts in first_steps(max_draft_tokens=left)]
+    assert left - RULES.trial_drafts < max(nums) <= left
+
+
+@pytest.mark.parametrize("added", [0.01, 0.02, 0.03, 0.04])
+def test_trials_keep_a_step_with_prompts_within_its_time(added: float) -> None:
+    work = decodes(16).with_prompt(256, 0)
+    limit_s = (1 + added) * FITTED.step_seconds(work)
+    steps = first_steps(work=work, max_step_s=limit_s)
+    assert any(drafts.has_drafts for drafts in steps)
+    assert max(drafts.step_s for drafts in steps) <= limit_s
+
+
 def test_what_ended_requests_accepted_does_not_make_others_differ() -> None:
     gates, keys = RequestGates(RULES), list(range(8))
     slots, most = gates.slots_of(keys), np.full(8, 4)
