@@ -111,7 +111,7 @@ class NcclWire:
     def _failure_of(self, post: Callable[[PairGroup], IsOver]) -> str | None:
         """Does what `_wait` says; returns why it failed."""
         group = self._group
-        if group is None or self._is_cut:
+        if group is None or not self.is_open:
             return f"that of epoch {self._handshake.epoch} is closed"
         deadline = threading.Timer(self._deadline_s, self.close)
         deadline.start()
