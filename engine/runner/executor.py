@@ -90,13 +90,12 @@ class Executor:
         """
         limit = model.rotary.max_tokens
         assert max_model_len <= limit, f"{max_model_len} tokens for a model built for {limit}"
-        self.model = model
         self.layout = layout
         self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
-        self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
+        store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._passes = ForwardPasses(
-            model, self.kv_store, attention, self._comm, self._dp, max_rows=max_rows
+            model, store, attention, self._comm, self._dp, max_rows=max_rows
         )
         self._sends_blocks = sends_blocks
         self._max_rows = max_rows
@@ -125,6 +124,16 @@ class Executor:
         self._keeper: ExportKeeper | None = None
         self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's part of the model."""
+        return self._passes.model
+
+    @property
+    def kv_store(self) -> KvStore:
+        """This rank's K and V."""
+        return self._passes.kv_store
 
     @property
     def comm(self) -> Comm:

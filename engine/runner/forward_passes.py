@@ -47,8 +47,8 @@ class ForwardPasses:
         self.kv_scales: KvScales | None = None  # of this rank's KV heads; None = K, V as computed
         self.two_batches: TwoBatches | None = None  # None = no step is computed as two
         self.min_exchanged: int | None = None  # tokens that ranks share out; None = never
-        self._model = model
-        self._kv_store = kv_store
+        self.model = model
+        self.kv_store = kv_store
         self._comm = comm
         self._dp = dp
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
@@ -83,7 +83,7 @@ class ForwardPasses:
             rows=exchanges[0] if exchanges else None,
         )
         ids = resolve_input_ids(batch.input_ids, last_tokens)
-        return self._model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
+        return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def forward_to_last(self, batch: InputBatch, last_tokens: Tensor) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
@@ -103,14 +103,14 @@ class ForwardPasses:
             self._batch_context(batch), last=last, exchanges=self.exchanges(batch.num_tokens)
         )
         ids = resolve_input_ids(batch.input_ids, last_tokens)
-        return self._model.forward(ids, ctx, checks_finite=True)
+        return self.model.forward(ids, ctx, checks_finite=True)
 
     def context(self, positions: Tensor, slots: Tensor, metadata: Any) -> ForwardContext:  # noqa: ANN401
         """positions, slots: int32 [T]. metadata: of the tokens' attention, which made it."""
         return ForwardContext(
-            rotary=self._model.rotary_at(positions),
+            rotary=self.model.rotary_at(positions),
             slots=slots,
-            kv_store=self._kv_store.tensor,
+            kv_store=self.kv_store.tensor,
             attention=self.attention,
             attention_metadata=metadata,
             comm=self._comm,

@@ -124,7 +124,7 @@ class HashedWorker:
     def use_store(self, store: KvStore) -> None:
         """Compute in `store`, which channels can read and write; before the first trial."""
         assert store.num_blocks == NUM_BLOCKS, f"{store.num_blocks} blocks"
-        self._executor.kv_store = store
+        self._executor._passes.kv_store = store
 
     @property
     def store(self) -> KvStore:

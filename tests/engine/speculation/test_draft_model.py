@@ -69,7 +69,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         drafter = engine.core.scheduler.drafting.drafter
         assert isinstance(drafter, DraftModel)
         # The same arithmetic, too: its own model rounds in places where the target's does not.
-        drafter._executor.model = engine.executor.model
+        drafter._executor._passes.model = engine.executor.model
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), expected)
             assert not drafter._seats
