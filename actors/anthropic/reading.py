@@ -120,7 +120,8 @@ def _as_chat(asked: CountBody, **options: object) -> ChatBody:
 
 def _is_begun_answer(last: Message) -> bool:
     """Whether the last message is text of the assistant, in which the answer then goes on."""
-    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+    has_text = isinstance(last.content, str) and bool(last.content.strip())
+    return last.role == "assistant" and has_text and not last.tool_calls
 
 
 def _variables(asked: CountBody) -> dict[str, Scalar]:

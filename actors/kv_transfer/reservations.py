@@ -16,6 +16,7 @@ from actors.kv_transfer.contracts import DeclinedError, EngineCalls, Peer
 from actors.kv_transfer.waits import bounded, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.clock import Clock
+from engine.errors import HandoffError
 from engine.kv.transfer import HandoffStarted, IncomingHandoffs
 from engine.messages import (
     NotNow,
@@ -70,11 +71,15 @@ class ReservationClient:
         raise DeclinedError(f"{started.decode_worker} had no room in time")
 
     async def keep(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
-        """Renews the lease until cancelled; ends only by an error."""
+        """Renews the lease until cancelled; ends only by an error.
+
+        Raises DeclinedError when the reservation is gone, WorkerError when the decode side is dead
+        or silent.
+        """
         request = RenewLease(transfer_id=reservation.transfer_id, key=key)
         while True:
             await asyncio.sleep(reservation.lease_s / 3)
-            await bounded(peer.renew(request), self._config.transfer_deadline_s)
+            await bounded(_renew(request, peer), self._config.transfer_deadline_s)
 
     def _build_request(self, started: HandoffStarted, wait_s: float) -> ReserveRequest:
         return ReserveRequest(
@@ -87,6 +92,13 @@ class ReservationClient:
             age_s=self._clock.now_s() - started.asked_s,
             wait_s=wait_s,
         )
+
+
+async def _renew(request: RenewLease, peer: Peer) -> None:
+    try:
+        await peer.renew(request)
+    except HandoffError as error:
+        raise DeclinedError(error.message) from error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -123,8 +123,10 @@ def _block_key(config: AppConfig, model: str) -> bytes:
     if config.cache.disk_path is None:
         return secrets.token_bytes(BLOCK_KEY_BYTES)
     kept = kept_key(Path(config.cache.disk_path))
-    ranks = {role: size for role, size in config.workers.num_ranks.items() if role != "decode"}
-    layout = [ranks, config.speculation.drafter == "mtp"]  # of eagle3 the model's name says it
+    workers = config.workers
+    ranks = {role: size for role, size in workers.num_ranks.items() if role != "decode"}
+    # Of eagle3 the model's name says it.
+    layout = [ranks, workers.enable_dp_attention, config.speculation.drafter == "mtp"]
     asked = msgspec.json.encode([VERSION, model, config.model, config.cache, layout])
     return hashlib.blake2b(asked, key=kept, digest_size=BLOCK_KEY_BYTES).digest()
 

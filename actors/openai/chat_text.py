@@ -59,8 +59,9 @@ def hold_behind_thinking(
         if not begins_answer(parsed.harmony.message_so_far(prompt_ids, tokenizing)):
             raise RequestError(
                 "An output that must have a format is not supported for this model where the prompt"
-                " has begun the answer, or has no place for one: leave out"
-                " 'continue_final_message' and 'add_generation_prompt'.",
+                " has begun the answer, or has no place for one: end 'messages' with one that is"
+                " not the assistant's, or leave out 'continue_final_message' and"
+                " 'add_generation_prompt'.",
                 code="unsupported_parameter",
             )
         return sampling

@@ -49,7 +49,7 @@ class NcclWire:
         self._make_group = make_group or self._make_nccl_group
         self._cutting = threading.Lock()
         self._is_cut = False  # or about to be
-        self._abort_over = threading.Event()
+        self._aborting: threading.Thread | None = None  # None = nothing was to be aborted
         self._store: RendezvousStore | None = None  # NCCL may call it until the group is gone
         self._group: PairGroup | None = None
 
@@ -77,19 +77,28 @@ class NcclWire:
         self._wait("receive", lambda group: group.receive(data))
 
     def close(self) -> None:
-        """Aborts what runs; from any thread, any number of times."""
+        """Aborts what runs, and waits for its end up to ABORT_S; from any thread, idempotent."""
         with self._cutting:
             self._is_cut = True
-            group, self._group = self._group, None
-            store, self._store = self._store, None
-        if group is not None:
-            try:
-                group.abort()
-            except Exception:
-                logger.exception("a wire of epoch %d was not cut", self._handshake.epoch)
-            finally:
-                self._abort_over.set()
-        del group, store  # in this order
+            if self._group is not None and self._aborting is None:
+                self._aborting = threading.Thread(target=self._abort, daemon=True)
+                self._aborting.start()
+            aborting = self._aborting
+        if aborting is None:
+            return
+        aborting.join(ABORT_S)
+        if aborting.is_alive():
+            epoch = self._handshake.epoch
+            logger.error("a wire of epoch %d does not end in %g s", epoch, ABORT_S)
+
+    def _abort(self) -> None:
+        assert self._group is not None, "there is nothing to abort"
+        try:
+            self._group.abort()
+        except Exception:
+            logger.exception("a wire of epoch %d was not cut", self._handshake.epoch)
+        self._group = None  # before the store, which it may call until then
+        self._store = None
 
     def _wait(self, verb: str, post: Callable[[PairGroup], IsOver]) -> None:
         """Posts an operation and waits for its end. After an abort nothing touches its memory."""
@@ -102,7 +111,7 @@ class NcclWire:
     def _failure_of(self, post: Callable[[PairGroup], IsOver]) -> str | None:
         """Does what `_wait` says; returns why it failed."""
         group = self._group
-        if group is None:
+        if group is None or not self.is_open:
             return f"that of epoch {self._handshake.epoch} is closed"
         deadline = threading.Timer(self._deadline_s, self.close)
         deadline.start()
@@ -112,19 +121,13 @@ class NcclWire:
                 time.sleep(POLL_S)
         except RuntimeError as error:  # what torch raises
             self.close()
-            self._wait_abort()  # which another thread may have begun
             return str(error)
         finally:
             deadline.cancel()
         if self._is_cut:
-            self._wait_abort()
+            self.close()  # whose abort another thread has begun
             return f"it was cut, or not over within {self._deadline_s} s"
         return None
-
-    def _wait_abort(self) -> None:
-        if not self._abort_over.wait(ABORT_S):
-            epoch = self._handshake.epoch
-            logger.error("a wire of epoch %d does not end in %g s", epoch, ABORT_S)
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
         timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s

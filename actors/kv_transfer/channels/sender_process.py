@@ -19,10 +19,11 @@ class SenderProcess:
     def __init__(self, name: str, pid: int) -> None:
         self._name = f"{name} (pid {pid})"
         self._pidfd: int | None = None  # None = it is not watched
+        self._problem: OSError | None = None
         try:
             self._pidfd = os.pidfd_open(pid)  # numbers are given again
         except OSError as error:  # it has ended, or its numbers are not this process's
-            logger.warning("the end of %s would not be noticed: %s", self._name, error)
+            self._problem = error
 
     def at_end(self, call: Callable[[], object]) -> None:
         """Calls `call` once when the process ends, or soon if it has ended; not after `close`."""
@@ -34,6 +35,8 @@ class SenderProcess:
 
         if self._pidfd is not None:
             asyncio.get_running_loop().add_reader(self._pidfd, end)
+        if self._problem is not None:
+            logger.warning("the end of %s would not be noticed: %s", self._name, self._problem)
 
     def close(self) -> None:
         """Idempotent."""

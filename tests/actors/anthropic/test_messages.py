@@ -64,6 +64,7 @@ def test_an_answer_goes_on_in_a_last_message_of_the_assistant(content: object) -
     "answer",
     [
         "",
+        " \n",
         [{"type": "thinking", "thinking": "hm", "signature": "s"}],
         [
             {"type": "text", "text": "a"},

@@ -164,7 +164,10 @@ class TestEndOfTheSender:
             process.kill()
 
     def open(
-        self, sender: subprocess.Popen[bytes], scenario: Callable[[ReceiveChannel, Any], Any]
+        self,
+        sender: subprocess.Popen[bytes],
+        scenario: Callable[[ReceiveChannel, Any], Any],
+        offer: StoreOffer = OFFER,
     ) -> None:
         """Runs a scenario over a channel and what tells whether the store is mapped."""
 
@@ -186,7 +189,7 @@ class TestEndOfTheSender:
             request = pair_request(1, channel="cuda_ipc")
             request = msgspec.structs.replace(
                 request,
-                offer=msgspec.msgpack.encode(OFFER),
+                offer=msgspec.msgpack.encode(offer),
                 sender=msgspec.structs.replace(request.sender, pid=sender.pid),
             )
             with pytest.MonkeyPatch.context() as patch:
@@ -245,6 +248,19 @@ class TestEndOfTheSender:
         sender.wait()
         self.open(sender, scenario)
         assert "would not be noticed" in caplog.text
+
+    def test_one_on_another_host_is_not_missed_here(
+        self, sender: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario(channel: ReceiveChannel, mapping: Mapping) -> None:
+            raise AssertionError("it opened")
+
+        sender.kill()
+        sender.wait()
+        elsewhere = msgspec.structs.replace(OFFER, host="another")
+        with pytest.raises(UnfitError, match="another host"):
+            self.open(sender, scenario, elsewhere)
+        assert not caplog.records
 
 
 class Mapping:

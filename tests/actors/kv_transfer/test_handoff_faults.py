@@ -266,7 +266,7 @@ def test_a_deadline_that_passes_is_not_retryable() -> None:
     simulate(scenario)
 
 
-@pytest.mark.parametrize("answer", ["ended", "full"])
+@pytest.mark.parametrize("answer", ["ended", "not renewed", "full"])
 def test_a_decode_worker_that_declines_keeps_its_connection(answer: str) -> None:
     """It was looked up anew, and called over a connection more."""
 
@@ -274,15 +274,18 @@ def test_a_decode_worker_that_declines_keeps_its_connection(answer: str) -> None
         links = world.sender._links
         peer = await links.peer("decode-0")
         request = world.start(1, range(9))
-        if answer == "ended":
+        if answer == "full":
+            world.decode.scheduler.num_waiting = 1
+        else:
             await world.until(lambda: len(world.decode.incoming) == 1)
             world.receiver.cancel(request.key)
-        else:
-            world.decode.scheduler.num_waiting = 1
         world.peer = FakePeer(world.receiver, world.faults)  # who would be found now
+        if answer == "not renewed":
+            await asyncio.sleep(LEASE_S)
         world.finish(request)
         await world.settled()
-        assert ("gave up" if answer == "ended" else "no room") in world.failures[request.key].reason
+        said = {"ended": "gave up", "not renewed": "no reservation", "full": "no room"}[answer]
+        assert said in world.failures[request.key].reason
         assert await links.peer("decode-0") is peer
 
     simulate(scenario)

@@ -348,9 +348,10 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     assert group.num_aborts == 1
 
 
+@pytest.mark.parametrize("is_broken", [False, True], ids=["silent", "broken"])
 @pytest.mark.parametrize("abort", ["fails", "does not end"])
 def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
-    abort: str, monkeypatch: pytest.MonkeyPatch
+    abort: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_wire, "ABORT_S", 0.01)
     has_ended, failures = threading.Event(), list[HandoffError]()
@@ -366,10 +367,15 @@ def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
     wire._group = group.make_group(None, 1)  # type: ignore[arg-type]
 
     def receive() -> None:
-        with pytest.raises(HandoffError, match="not over within") as raised:
+        with pytest.raises(HandoffError, match=r"not over within|NCCL broke") as raised:
             wire.receive(torch.zeros(4))
         failures.append(raised.value)
 
+    def break_(*_: object) -> Callable[[], bool]:
+        raise RuntimeError("NCCL broke")
+
+    if is_broken:
+        monkeypatch.setattr(fake_pair_group.FakeGroup, "receive", break_)
     monkeypatch.setattr(fake_pair_group.FakeGroup, "abort", fail)
     waiting = threading.Thread(target=receive, daemon=True)
     waiting.start()

@@ -15,8 +15,14 @@ def test_blocks_of_a_disk_tier_are_found_by_the_same_model_and_cache_alone(tmp_p
     kept: dict[str, object] = {"cache.host_gib": 1, "cache.disk_path": str(tmp_path / "kv")}
     assert _key(kept) == _key({**kept, "scheduler.max_num_seqs": 8})
     assert _key(kept) != _key({**kept, "model.max_model_len": 64})
-    for layout in ({"workers.tensor_parallel_size": 2}, {"speculation.drafter": "mtp"}):
-        assert _key(kept) != _key({**kept, **layout}), "both deployments run for a while"
+    experts: dict[str, object] = {
+        "workers.tensor_parallel_size": 2,
+        "workers.expert_parallel": True,
+    }
+    own_requests = {**experts, "workers.enable_dp_attention": True}
+    layouts = [{}, {"speculation.drafter": "mtp"}, experts, own_requests]
+    keys = {_key({**kept, **layout}) for layout in layouts}
+    assert len(keys) == len(layouts), "both deployments run for a while"
     (tmp_path / "kv" / "key").unlink()
     assert len({_key(kept), _key(kept)}) == 1
     other: dict[str, object] = {**kept, "cache.disk_path": str(tmp_path / "other")}

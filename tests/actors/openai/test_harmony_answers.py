@@ -227,6 +227,23 @@ def test_a_message_of_anthropics_has_blocks_of_each_kind(
     app.ask(main)
 
 
+def test_a_begun_message_of_anthropics_that_must_have_a_form_is_refused_in_its_words(
+    folder: Path, tokenizing: Tokenizing
+) -> None:
+    asked = {
+        "model": "tiny",
+        "max_tokens": 9,
+        "messages": [USER, {"role": "assistant", "content": "{"}],
+        "output_config": {"format": {"type": "json_schema", "schema": POINT}},
+    }
+    app = saying(folder, tokenizing, FINAL)
+    answer = app.ask(lambda client: client.post("/v1/messages", json=asked))
+    assert answer.status_code == 400
+    assert (
+        "end 'messages' with one that is not the assistant's" in answer.json()["error"]["message"]
+    )
+
+
 # ---- prompts ------------------------------------------------------------------------------------
 
 
