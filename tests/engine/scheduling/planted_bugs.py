@@ -58,8 +58,8 @@ class CountsOneBlockTooFew(WithPlantedBlocks):
 
 class IndexesBeforeTheStepHasRun(WithPlantedAdmission):
     class admission_class(Admission):  # noqa: N801 - an attribute
-        def _acquire_blocks(self, request: Request) -> bool:
-            is_admitted = super()._acquire_blocks(request)
+        def _acquire_blocks(self, request: Request, now_s: float) -> bool:
+            is_admitted = super()._acquire_blocks(request, now_s)
             if is_admitted:
                 self._state.blocks.hash_full(request)
                 for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
@@ -88,9 +88,9 @@ class TakesOneTokenMoreThanTheBudget(Scheduler):
 
 class PreemptionKeepsTheProgress(WithPlantedAdmission):
     class admission_class(Admission):  # noqa: N801 - an attribute
-        def _acquire_blocks(self, request: Request) -> bool:
+        def _acquire_blocks(self, request: Request, now_s: float) -> bool:
             num_computed_tokens = request.num_computed_tokens
-            is_admitted = super()._acquire_blocks(request)
+            is_admitted = super()._acquire_blocks(request, now_s)
             request.num_computed_tokens = max(num_computed_tokens, request.num_computed_tokens)
             return is_admitted
 
@@ -108,9 +108,9 @@ class RowsAreLost(Scheduler):
 
 class HitsTheWholePrompt(WithPlantedAdmission):
     class admission_class(Admission):  # noqa: N801 - an attribute
-        def _acquire_blocks(self, request: Request) -> bool:
+        def _acquire_blocks(self, request: Request, now_s: float) -> bool:
             request.tokens.append(0)
-            is_admitted = super()._acquire_blocks(request)
+            is_admitted = super()._acquire_blocks(request, now_s)
             request.tokens.pop()
             return is_admitted
 
@@ -132,10 +132,10 @@ class PoisonedBlocksCanBeFound(Scheduler):
 
 class AsksForASpareBlock(WithPlantedAdmission):
     class admission_class(Admission):  # noqa: N801 - an attribute
-        def _acquire_blocks(self, request: Request) -> bool:
+        def _acquire_blocks(self, request: Request, now_s: float) -> bool:
             num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
             is_last = num_blocks == self._state.cache.num_blocks
-            return not is_last and super()._acquire_blocks(request)
+            return not is_last and super()._acquire_blocks(request, now_s)
 
 
 class TwinsDecideDifferently(Scheduler):
