@@ -155,6 +155,7 @@ class Gate:
         self._index = index
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened = asyncio.Event()
+        self._come = Event()
         self.left = Event()
 
     async def pause(self, index: int) -> None:
@@ -162,6 +163,7 @@ class Gate:
         if index != self._index:
             return
         self._loop = asyncio.get_running_loop()
+        self._come.set()
         try:
             await self._opened.wait()
         except asyncio.CancelledError:
@@ -170,7 +172,8 @@ class Gate:
 
     def open(self) -> None:
         """Once somebody waits at it."""
-        assert self._loop is not None, "nobody has come to the gate"
+        assert self._come.wait(30), "nobody has come to the gate"
+        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._opened.set)
 
 
