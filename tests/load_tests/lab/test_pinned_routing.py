@@ -54,5 +54,7 @@ def test_the_engine_bench_prints_distinct_experts(
          "--max-model-len", "256", "--max-num-batched-tokens", "48", "--num-blocks", "256",
          "--works", "none", "--no-host", "--pin-routing", "3"]
     )  # fmt: skip
-    printed = run(args, tmp_path)
+    shown: list[str] = []
+    run(args, tmp_path, shown.append)
+    [printed] = shown
     assert "1 tokens: 3.0 (3 to 3)" in printed
