@@ -15,6 +15,7 @@ steps count), and a token of each while all rows run.
 """
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,22 +83,34 @@ class LookedUp(HostDrafter):
         """Does nothing: nothing is kept."""
 
 
+def padded(num_tokens: int, sizes: Sequence[int]) -> int:
+    """To the least size of a graph that holds them. sizes: ascending; beyond them, as they are."""
+    at = bisect_left(sizes, num_tokens)
+    return sizes[at] if at < len(sizes) else num_tokens
+
+
 class VirtualDevice:
     """An executor without a model, whose rows get as many drafts as are drawn here."""
 
+    noise = 0.005  # of a step's duration, relative
+
     def __init__(self, clock: ManualClock, sizes: Sequence[int], seed: int) -> None:
+        """sizes: tokens of the graphs of steps with drafts, ascending."""
         self.acceptance = 0.0
         self.num_drafted_rows: list[int] = []  # of each step with drafts
         self._clock = clock
-        self._sizes = np.array(sizes)
+        self._sizes = sizes
         self._free_s = 0.0
         self._rng = np.random.default_rng(seed)
 
     def launch(self, plan: StepPlan) -> VirtualStep:
         start_s = max(self._clock.now_s(), self._free_s)
-        self._clock.advance(LAUNCH_S)
         drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
-        self._free_s = max(self._clock.now_s(), self._free_s) + self._seconds(plan, drafts)
+        self._clock.advance(self._host_s(drafts))
+        if any(drafts.values()):
+            self.num_drafted_rows.append(sum(num > 0 for num in drafts.values()))
+        took_s = self._seconds(plan, drafts) * float(self._rng.normal(1.0, self.noise))
+        self._free_s = max(self._clock.now_s(), self._free_s) + took_s
         tokens = [
             [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
             for i, num in enumerate(plan.num_samples)
@@ -105,17 +118,16 @@ class VirtualDevice:
         result = result_of(plan, tokens, self._free_s - start_s)
         return VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
 
+    def _host_s(self, drafts: dict[int, int]) -> float:
+        """drafts: of each row that has any planned, how many."""
+        return LAUNCH_S
+
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
+        """What the device takes, without noise."""
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
-        num_drafts = sum(drafts.values())
-        surcharge_s = 0.0
-        if num_drafts:
-            self.num_drafted_rows.append(sum(num > 0 for num in drafts.values()))
-            surcharge_s = verified_s(num_tokens)
-            at = int(np.searchsorted(self._sizes, num_tokens))
-            num_tokens = int(self._sizes[at]) if at < len(self._sizes) else num_tokens
-        seconds = step_s(num_rows, num_tokens) + surcharge_s
-        return seconds * float(self._rng.normal(1.0, 0.005))
+        if not any(drafts.values()):
+            return step_s(num_rows, num_tokens)
+        return step_s(num_rows, padded(num_tokens, self._sizes)) + verified_s(num_tokens)
 
     def _num_accepted(self, num_drafts: int) -> int:
         return geometric(float(self._rng.random()), self.acceptance, num_drafts)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from configs.resolved import ResolvedScheduler
+from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.kv.cache import BlockCache
@@ -25,7 +25,7 @@ from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from engine.speculation.acceptance import accepted
 from engine.speculation.controller import SpeculationController
 from engine.speculation.drafter import HostDrafter
@@ -106,9 +106,18 @@ def result_of(plan: StepPlan, tokens: list[list[int]], duration_s: float) -> Ste
 
 
 def virtual_scheduler(
-    max_rows: int, max_tokens: int, num_blocks: int, drafting: Drafting
+    max_rows: int,
+    max_tokens: int,
+    num_blocks: int,
+    drafting: Drafting,
+    *,
+    laps: ResolvedLaps = DEFAULT_LAPS,
+    graph_token_sizes: Sequence[int] = (),
 ) -> Scheduler:
-    """A real one, of a model without an end of sequence, that has learnt what plain steps take."""
+    """A real one, of a model without an end of sequence, that has learnt what plain steps take.
+
+    graph_token_sizes: of steps with prompts.
+    """
     cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
     scheduler = Scheduler(
         ResolvedScheduler(
@@ -119,6 +128,8 @@ def virtual_scheduler(
         handoff_queue=HandoffSink(cache),
         block_size=BLOCK_SIZE,
         finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
+        laps=laps,
+        graph_token_sizes=graph_token_sizes,
         drafting=drafting,
     )
     scheduler.learn(plain_samples())

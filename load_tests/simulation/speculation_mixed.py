@@ -15,34 +15,26 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from configs.resolved import ResolvedLaps, ResolvedScheduler
+from configs.resolved import ResolvedLaps
 from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.cost_model import PRIOR, StepWork
-from engine.kv.cache import BlockCache
-from engine.plan import NEWEST, StepPlan
+from engine.plan import StepPlan
 from engine.request import RequestKey
 from engine.runner.graph_sizes import decode_sizes, ragged_sizes, verify_sizes
 from engine.scheduling.drafting import Drafting
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import SpeculationController
 from engine.speculation.drafter import DraftPolicy
 from engine.speculation.rules import SpeculationRules
 from load_tests.mixed_load import WARM_UP_SEED, Arrival, MixedLoad, Served, Stamps
 from load_tests.mixed_report import COLUMNS, quantiles_ms
-from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, NoHasher
-from load_tests.simulation.speculation import geometric, plain_samples, step_s
-from load_tests.simulation.speculation_batch import LookedUp, verified_s
+from load_tests.simulation.speculation import step_s
+from load_tests.simulation.speculation_batch import LookedUp, VirtualDevice, padded, verified_s
 from load_tests.simulation.speculation_engine import (
     LAUNCH_S,
-    RIGHT,
     TURN_S,
-    VirtualStep,
-    result_of,
     virtual_request,
+    virtual_scheduler,
 )
 from load_tests.tables import render_rows
 
@@ -53,32 +45,22 @@ _DRAFTS_HOST_S = 1.3e-3
 _WARM_UP_S = 5.0
 
 
-class MixedDevice:
-    """An executor without a model: steps with prompts, with drafts, and with both."""
+class MixedDevice(VirtualDevice):
+    """Steps with prompts, too."""
+
+    noise = 0.01
 
     def __init__(self, clock: ManualClock, acceptance: float, seed: int) -> None:
-        self._clock = clock
-        self._acceptance = acceptance
-        self._free_s = 0.0
-        self._rng = np.random.default_rng(seed)
+        verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS)]
+        super().__init__(clock, verifies, seed)
+        self.acceptance = acceptance
         self._decodes = [size.num_tokens for size in decode_sizes(MAX_ROWS)]
-        self._verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS)]
         self.prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS)
 
-    def launch(self, plan: StepPlan) -> VirtualStep:
-        start_s = max(self._clock.now_s(), self._free_s)
-        drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
-        self._clock.advance(LAUNCH_S + (_DRAFTS_HOST_S if any(drafts.values()) else 0.0))
-        self._free_s = max(self._clock.now_s(), self._free_s) + self._seconds(plan, drafts)
-        tokens = [
-            [RIGHT] * (1 + self._num_accepted(drafts.get(i, 0))) if num else []
-            for i, num in enumerate(plan.num_samples)
-        ]
-        result = result_of(plan, tokens, self._free_s - start_s)
-        return VirtualStep(clock=self._clock, end_s=self._free_s, result=result)
+    def _host_s(self, drafts: dict[int, int]) -> float:
+        return LAUNCH_S + (_DRAFTS_HOST_S if any(drafts.values()) else 0.0)
 
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
-        num_drafts = sum(drafts.values())
         prompts = [
             (num_new, num_computed)
             for i, (num_new, num_computed) in enumerate(
@@ -91,18 +73,12 @@ class MixedDevice:
         if prompts:
             sizes: Sequence[int] = self.prompts.graph_token_sizes
             seconds = PRIOR.attended_s * StepWork.of_prompts(prompts).num_attended
-        elif num_drafts:
-            sizes = self._verifies
+        elif any(drafts.values()):
+            sizes = self._sizes
             seconds = verified_s(plan.num_tokens)
         else:
             sizes = self._decodes
-        at = int(np.searchsorted(sizes, plan.num_tokens))
-        num_tokens = sizes[at] if at < len(sizes) else plan.num_tokens
-        seconds += step_s(num_decodes, num_tokens)
-        return seconds * float(self._rng.normal(1.0, 0.01))
-
-    def _num_accepted(self, num_drafts: int) -> int:
-        return geometric(float(self._rng.random()), self._acceptance, num_drafts)
+        return seconds + step_s(num_decodes, padded(plan.num_tokens, sizes))
 
 
 class MixedEngine:
@@ -115,7 +91,14 @@ class MixedEngine:
         self.device = MixedDevice(self._clock, acceptance, seed)
         verifies = tuple(size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS))
         drafting = Drafting(None if policy is None else LookedUp(), policy, graph_tokens=verifies)
-        self.scheduler = _scheduler(drafting, laps, self.device.prompts.graph_token_sizes)
+        self.scheduler = virtual_scheduler(
+            MAX_ROWS,
+            MAX_TOKENS,
+            NUM_BLOCKS,
+            drafting,
+            laps=laps,
+            graph_token_sizes=self.device.prompts.graph_token_sizes,
+        )
         self._core = EngineCore(
             self.scheduler, self.device, self._clock, overlap=True, defers_planning=True
         )
@@ -148,28 +131,6 @@ class MixedEngine:
         request = virtual_request(*given)
         self.scheduler.add(request)
         return request.key
-
-
-def _scheduler(
-    drafting: Drafting, laps: ResolvedLaps, graph_token_sizes: Sequence[int]
-) -> Scheduler:
-    cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=False, protected_share=0.5)
-    limits = ResolvedScheduler(
-        max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_ROWS, max_waiting=10**6
-    )
-    scheduler = Scheduler(
-        limits,
-        cache=cache,
-        hasher=NoHasher(),
-        handoff_queue=HandoffSink(cache),
-        block_size=BLOCK_SIZE,
-        finish_rules=FinishRules((), NUM_BLOCKS * BLOCK_SIZE),
-        laps=laps,
-        graph_token_sizes=graph_token_sizes,
-        drafting=drafting,
-    )
-    scheduler.learn(plain_samples())
-    return scheduler
 
 
 def figures(

@@ -30,15 +30,20 @@ def test_a_prompt_arrives_bit_for_bit_and_everything_is_released() -> None:
     simulate(scenario)
 
 
+async def hand_over_in_one_call(world: World) -> None:
+    """Five short prompts, which all arrive."""
+    requests = [world.start(number, range(9 * number, 9 * number + 3)) for number in range(5)]
+    await world.until(lambda: len(world.decode.incoming) == 5)
+    for request in requests:
+        world.finish(request)
+    await world.settled()
+    for request in requests:
+        world.check_arrived(request)
+
+
 def test_short_prompts_of_one_step_travel_in_one_call() -> None:
     async def scenario(world: World) -> None:
-        requests = [world.start(number, range(9 * number, 9 * number + 3)) for number in range(5)]
-        await world.until(lambda: len(world.decode.incoming) == 5)
-        for request in requests:
-            world.finish(request)
-        await world.settled()
-        for request in requests:
-            world.check_arrived(request)
+        await hand_over_in_one_call(world)
         sent = world.sender.statistics()
         assert (sent.num_sent, sent.num_pieces) == (5, 5)
         assert sent.num_calls == 1
@@ -146,13 +151,7 @@ def test_a_failed_piece_fails_the_other_prompts_on_the_channel_over_too() -> Non
 
 def test_a_rank_that_fails_a_piece_costs_the_others_of_the_call_nothing() -> None:
     async def scenario(world: World) -> None:
-        requests = [world.start(number, range(9 * number, 9 * number + 3)) for number in range(5)]
-        await world.until(lambda: len(world.decode.incoming) == 5)
-        for request in requests:
-            world.finish(request)
-        await world.settled()
-        for request in requests:
-            world.check_arrived(request)
+        await hand_over_in_one_call(world)
         sent, received = world.sender.statistics(), world.receiver.statistics()
         assert (sent.num_pieces, sent.num_retries) == (6, 1)
         assert (received.num_pieces, received.num_epochs) == (5, 2)

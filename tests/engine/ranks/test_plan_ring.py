@@ -18,6 +18,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.ranks import plan_ring
 from engine.ranks.plan_ring import NUM_SLOTS, SLOT_BYTES, PlanRing, PlanRingReader, RingError
+from load_tests.testbed.deployed import wait_until
 from tests.engine.ranks.ring_ends import PATIENCE_S, STUCK_S, RingProcess
 
 RING_BYTES = NUM_SLOTS * SLOT_BYTES
@@ -218,8 +219,8 @@ def test_a_message_that_its_writer_does_not_finish_is_an_error(
     with processes(("writer", name, RING_BYTES + 1)) as [writer]:
         assert writer.line() == "ready"
         with closing(PlanRingReader(name, 0, PATIENCE_S, stuck_s)) as reader:
-            while not reader._memory.words[reader._memory.slot_line(NUM_SLOTS)]:
-                time.sleep(0.01)  # until the ring is full
+            last_slot = reader._memory.slot_line(NUM_SLOTS)
+            wait_until(lambda: reader._memory.words[last_slot] != 0, "the ring is full", PATIENCE_S)
             os.kill(writer.pid, end)
             with pytest.raises(RingError, match=why):
                 reader.read()
