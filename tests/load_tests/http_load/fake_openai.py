@@ -77,7 +77,7 @@ class FakeOpenAI:
             await writer.wait_closed()
 
     async def _route(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-        if path == "/ready":
+        if path in ("/ready", "/health"):
             await _whole(writer, self.ready, {"status": "ready"})
         elif path == "/v1/models":
             model = {"id": self.model, "max_model_len": self.max_model_len}
