@@ -17,6 +17,7 @@ from load_tests.mixed_report import Limits, Numbers, Point, Run, render_report
 
 GOOD_SHARE = 0.9  # of requests within the limits
 SEARCH_STEP = 0.05  # the highest good rate is known to within this share of it
+GIVE_UP_SHARE = 0.1  # of the highest bad rate: below that no good one is looked for
 DRAIN_SHARE = 1.15  # of a run's arrivals, until the last token
 
 Serve = Callable[[MixedLoad], list[Served]]
@@ -159,11 +160,14 @@ def is_good(point: Point, limits: Limits) -> bool:
 
 
 def next_rate(good: Mapping[float, bool], step: float) -> float | None:
-    """Where to look next for the highest good rate; None when it is known to within `step`."""
+    """Where to look next for the highest good rate; None when it is known to within `step`.
+
+    Also None when no rate was good down to a small share of the highest.
+    """
     highest = highest_good(good)
     bad = [rate for rate, is_rate_good in good.items() if not is_rate_good]
     if highest is None:
-        return min(bad) / 1.25
+        return min(bad) / 1.25 if min(bad) > GIVE_UP_SHARE * max(bad) else None
     if not bad:
         return highest * 1.25
     return math.sqrt(highest * min(bad)) if min(bad) > highest * (1 + step) else None
