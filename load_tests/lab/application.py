@@ -78,9 +78,12 @@ def application_command(
     if replica_ports is not None:
         environment["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(replica_ports[0])
         environment["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(replica_ports[-1])
-    deploy = _write_deploy(folder, config, model, overrides, port)
+    settings = folder / config.name
+    settings.write_text(yaml.safe_dump(msgspec.to_builtins(load_config(config, overrides))))
+    # Not a deploy file: that one is imported when Ray runs already, too late to choose HAProxy.
     words = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local"]
-    words += ["--app-dir", str(ROOT), str(deploy)]
+    words += ["--app-dir", str(ROOT), "serve_app:build", f"config={settings}"]
+    words += [f"model={model.resolve()}", f"host={HOST}", f"port={port}"]
     return ServerCommand(
         name=f"the application of {config.name}",
         words=words,
@@ -94,22 +97,3 @@ def replica_ports_of(index: int) -> range:
     """Ports for the ingress replicas of application number `index` of several."""
     first = FIRST_REPLICA_PORT + index * NUM_REPLICA_PORTS
     return range(first, first + NUM_REPLICA_PORTS)
-
-
-def _write_deploy(
-    folder: Path, config: Path, model: Path, overrides: Mapping[str, object], port: int
-) -> Path:
-    """What `serve run` is given: the application with its settings written out, and the port."""
-    settings = folder / config.name
-    built = msgspec.to_builtins(load_config(config, overrides))
-    settings.write_text(yaml.safe_dump(built))
-    application = {
-        "name": "default",
-        "route_prefix": "/",
-        "import_path": "serve_app:build",
-        "args": {"config": str(settings), "model": str(model.resolve())},
-    }
-    deploy = folder / "deploy.yaml"
-    http = {"host": HOST, "port": port}
-    deploy.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
-    return deploy

@@ -39,6 +39,7 @@ VLLM_SETTINGS = (
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled; greedy requests do not sample
     # A server closes no connection that the router is about to use again.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
 }

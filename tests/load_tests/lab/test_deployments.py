@@ -95,7 +95,11 @@ def test_an_application_sees_its_gpus_and_none_of_another_cluster(tmp_path: Path
     assert split.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6"
     assert split.environment["RAY_TMPDIR"] == str(tmp_path)
     assert split.url == "http://127.0.0.1:8010"
-    written = (tmp_path / "h200_2p2d.yaml").read_text()
+    # As a person starts it: from a deploy file it would be behind Serve's Python proxy.
+    settings = tmp_path / "h200_2p2d.yaml"
+    wanted = ["serve_app:build", f"config={settings}", f"model={MODEL}", "host=127.0.0.1"]
+    assert split.words[-5:] == [*wanted, "port=8010"]
+    written = settings.read_text()
     for line in ("prefill: 1", "decode: 2", "unified: 0", "num_blocks: 100", "weights: random"):
         assert f"  {line}\n" in written
     [other] = server_commands(Deployment.parse("1u"), place_in(tmp_path, index=2))
