@@ -142,6 +142,8 @@ class Bench:
                     ready_s = time.monotonic() - began_s
                     note(f"{started.deployment.name}: ready {ready_s:.0f} s after the start")
                     ready.append(started)
+                else:
+                    _end([started])  # or it would disturb the others
             yield ready
 
     def _place(self, index: int, folder: Path) -> Place:
