@@ -61,6 +61,9 @@ _TILE_KEYS, _MIN_TILE_KEYS = 32, 16
 # Of few lines on an H200: a tile takes 1.9 us where a row's programs have an SM each, a part more
 # 0.22 us in the combination.
 _PARTS_A_TILE = 8
+# The matrix instruction of 16 rows adds 16 columns at a time, one product after the other: a latent
+# of 512 in one chunk is a chain of 32 of them, for which the loads of the next tile wait.
+_MAX_CHUNKS, _LEAST_CHUNK = 4, 128
 _UNSPLIT = 1 << 20  # tiles, more than any row has
 _PART_TILE = 4  # parts combined at once
 
@@ -71,6 +74,7 @@ class LatentWork:
 
     shape: LatentShape
     max_queries: int  # of a row; 1 = row r's query is token r
+    num_chunks: int  # as of `LatentConfig`
     split: DecodeWork
     # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
     row_parts: Tensor
@@ -85,30 +89,61 @@ class LatentConfig:
 
     decode: DecodeConfig
     num_tiles: int
+    num_chunks: int = 1  # equal parts of a latent, each with products of its own
 
 
 @triton.jit
-def _split_queries(q_latent, q_rope, scales_ptr, layer, RANK: tl.constexpr, ROPE_DIM: tl.constexpr):
+def _load_chunks(pointers, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """What lies at `pointers` [lines, 1], as `CHUNKS` tiles of `WIDTH` columns; mask: [lines, 1]."""
+    chunks = ()
+    columns = tl.arange(0, WIDTH)[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        chunks = chunks + (tl.load(pointers + (chunk * WIDTH + columns), mask=mask, other=0),)
+    return chunks
+
+
+@triton.jit
+def _no_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Zeros in fp32, of every chunk."""
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums = sums + (tl.zeros([LINES, WIDTH], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _split_queries(q_latent, q_rope, scales_ptr, layer, CHUNKS: tl.constexpr):
     """Both parts' even and odd columns, the queries' factors on scores, and that on means.
 
-    Of a store without scales what is given, and ones.
+    q_latent: its chunks. Of a store without scales what is given, and ones.
     """
-    rows: tl.constexpr = q_latent.shape[0]
+    lines: tl.constexpr = q_rope.shape[0]
     q_latent_odd, q_rope_odd = q_latent, q_rope
-    inverse = tl.full([rows], 1.0, tl.float32)
+    inverse = tl.full([lines], 1.0, tl.float32)
     mean_scale = 1.0
     if scales_ptr is not None:
         mean_scale = tl.load(scales_ptr + layer * 2)
         rope = q_rope.to(tl.float32) * (tl.load(scales_ptr + layer * 2 + 1) / mean_scale)
-        latent = q_latent.to(tl.float32)
-        biggest = tl.maximum(tl.max(tl.abs(latent), 1), tl.max(tl.abs(rope), 1))
+        biggest = tl.max(tl.abs(rope), 1)
+        for chunk in tl.static_range(CHUNKS):
+            biggest = tl.maximum(biggest, tl.max(tl.abs(q_latent[chunk].to(tl.float32)), 1))
         factor, inverse = fitting_powers(biggest)
-        latent, rope = latent * factor[:, None], rope * factor[:, None]
-        if q_latent.dtype != tl.float32:
-            latent, rope = latent.to(tl.float16), rope.to(tl.float16)
-        q_latent, q_latent_odd = tl.split(tl.reshape(latent, [rows, RANK // 2, 2]))
-        q_rope, q_rope_odd = tl.split(tl.reshape(rope, [rows, ROPE_DIM // 2, 2]))
+        q_rope, q_rope_odd = _even_and_odd(rope * factor[:, None], q_rope.dtype)
+        even, odd = (), ()
+        for chunk in tl.static_range(CHUNKS):
+            fitted = q_latent[chunk].to(tl.float32) * factor[:, None]
+            one, other = _even_and_odd(fitted, q_latent[chunk].dtype)
+            even, odd = even + (one,), odd + (other,)
+        q_latent, q_latent_odd = even, odd
     return q_latent, q_latent_odd, q_rope, q_rope_odd, inverse * mean_scale, mean_scale
+
+
+@triton.jit
+def _even_and_odd(fitted, dtype: tl.constexpr):
+    """The columns of a tile in fp32, in float16 unless queries have 32 bits."""
+    if dtype != tl.float32:
+        fitted = fitted.to(tl.float16)
+    return tl.split(tl.reshape(fitted, [fitted.shape[0], fitted.shape[1] // 2, 2]))
 
 
 @triton.jit
@@ -134,6 +169,23 @@ def _query_places(
     if HAS_DRAFTS:
         places = (lines // NUM_HEADS * TOKEN_STRIDE + lines % NUM_HEADS * QUERY_DIM)[:, None]
     return places
+
+
+@triton.jit
+def _add_scores(
+    q, q_odd, k, k_odd, scores, score_scale, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr
+):
+    """score_scale * (scores + the products of all chunks).
+
+    Several are scaled before they are added: the compiler would make one chain of bare products.
+    """
+    if CHUNKS == 1:
+        total = dot_keys(q[0], q_odd[0], k[0], k_odd[0], IS_FP8, scores) * score_scale
+    else:
+        total = scores * score_scale
+        for chunk in tl.static_range(CHUNKS):
+            total += dot_keys(q[chunk], q_odd[chunk], k[chunk], k_odd[chunk], IS_FP8) * score_scale
+    return total
 
 
 @triton.jit
@@ -188,6 +240,7 @@ def _latent_decode_kernel(
     LAYER_STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of a latent
     SHIFT: tl.constexpr,  # by which power of two weights are too large
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -229,42 +282,47 @@ def _latent_decode_kernel(
         is_line = is_line & (queries < num_queries)
         last_seen = (num_keys - num_queries + queries)[:, None]  # the key of the query's own token
     has_line = is_line[:, None]
-    rank = tl.arange(0, RANK)
     rope = tl.arange(0, ROPE_DIM)
     first = first_token * (NUM_HEADS * RANK)
-    within = lines[:, None] * RANK + rank[None, :]
-    q_latent = tl.load(q_latent_ptr + first + within, mask=has_line, other=0.0)
+    chunk_dim: tl.constexpr = RANK // CHUNKS
+    within = lines[:, None] * RANK
+    q_latent = _load_chunks(q_latent_ptr + first + within, has_line, chunk_dim, CHUNKS)
     places = _query_places(lines, NUM_HEADS, Q_TOKEN_STRIDE, QUERY_DIM, HAS_DRAFTS)
     rotated = places + (QUERY_DIM - ROPE_DIM) + rope[None, :]
     q_rope = tl.load(q_ptr + first_token * Q_TOKEN_STRIDE + rotated, mask=has_line, other=0.0)
     q_latent, q_latent_odd, q_rope, q_rope_odd, score_scale, mean_scale = _split_queries(
-        q_latent, q_rope, scales_ptr, layer, RANK, ROPE_DIM
+        q_latent, q_rope, scales_ptr, layer, CHUNKS
     )
     score_scale = (score_scale * SCALE_LOG2E)[:, None]
     IS_FP8: tl.constexpr = scales_ptr is not None
-    rank_words: tl.constexpr = RANK // 2 if IS_FP8 else RANK
+    chunk_words: tl.constexpr = chunk_dim // 2 if IS_FP8 else chunk_dim
     rope_words: tl.constexpr = ROPE_DIM // 2 if IS_FP8 else ROPE_DIM
-    of_latent = tl.arange(0, rank_words)
+    rank_words: tl.constexpr = chunk_words * CHUNKS
     of_key = rank_words + tl.arange(0, rope_words)
 
     keys_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, rank_words], tl.float32)
+    weights = tl.zeros([QUERY_ROWS, TILE_KEYS], tl.float32)
+    acc = _no_sums(QUERY_ROWS, chunk_words, CHUNKS)
     acc_odd = acc
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         is_key = keys < end_key
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, rank_words + rope_words)
         vectors = keys_ptr + offsets[:, None]
-        latents = tl.load(vectors + of_latent[None, :], mask=is_key[:, None], other=0)
+        words = _load_chunks(vectors, is_key[:, None], chunk_words, CHUNKS)
         rotated_keys = tl.load(vectors + of_key[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        latents, latents_odd = widen_pairs(latents, q_latent.dtype, IS_FP8, KNOWS_E4M3)
         keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
-        scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
-        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
+        latents, latents_odd = (), ()
+        for chunk in tl.static_range(CHUNKS):
+            even, odd = widen_pairs(words[chunk], q_latent[chunk].dtype, IS_FP8, KNOWS_E4M3)
+            latents, latents_odd = latents + (even,), latents_odd + (odd,)
+        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8)
+        scores = _add_scores(
+            q_latent, q_latent_odd, latents, latents_odd, scores, score_scale, CHUNKS, IS_FP8
+        )
         is_seen = is_key[None, :]
         if HAS_DRAFTS:
             is_seen = is_seen & (keys[None, :] <= last_seen)
@@ -273,17 +331,29 @@ def _latent_decode_kernel(
         finite = _finite(bigger, HAS_DRAFTS)  # each tile has a key, but maybe none that is seen
         p = tl.exp2(scores - (finite - SHIFT)[:, None])
         shrink = tl.exp2(biggest - finite)
-        total = total * shrink + tl.sum(p, 1)
-        acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
+        weights = weights * shrink[:, None] + p
+        sums, sums_odd = (), ()
+        for chunk in tl.static_range(CHUNKS):
+            even, odd = add_values(
+                p, latents[chunk], latents_odd[chunk], acc[chunk], acc_odd[chunk], shrink, IS_FP8
+            )
+            sums, sums_odd = sums + (even,), sums_odd + (odd,)
+        acc, acc_odd = sums, sums_odd
         biggest = bigger
-    divisor = _divisor(total, HAS_DRAFTS)
-    means = joined(acc, acc_odd, IS_FP8) / divisor[:, None] * mean_scale
-    if num_parts == 1:
-        tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=has_line)
-    else:
-        slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
-        partial = partial_ptr + (slot + member[:, None]) * RANK + rank[None, :]
-        tl.store(partial, means, mask=has_line)
+    total = tl.sum(weights, 1)
+    factor = (mean_scale / _divisor(total, HAS_DRAFTS))[:, None]
+    column = tl.arange(0, chunk_dim)[None, :]
+    slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
+    for chunk in tl.static_range(CHUNKS):
+        means = joined(acc[chunk], acc_odd[chunk], IS_FP8) * factor
+        at_column = chunk * chunk_dim + column
+        if num_parts == 1:
+            whole = out_ptr + first + within + at_column
+            tl.store(whole, means.to(out_ptr.dtype.element_ty), mask=has_line)
+        else:
+            partial = partial_ptr + (slot + member[:, None]) * RANK + at_column
+            tl.store(partial, means, mask=has_line)
+    if num_parts > 1:
         log_sums = biggest - SHIFT + tl.log2(total)  # of an empty sum -inf
         tl.store(log_sums_ptr + slot + member, log_sums, mask=is_line)
 
@@ -366,7 +436,8 @@ def fitted_config(
         config = replace(config, num_programs=per_sm * device.num_sms)
     if whole_rows:
         config = replace(config, min_part_tiles=_UNSPLIT)
-    return LatentConfig(decode=config, num_tiles=num_tiles)
+    num_chunks = max(1, min(_MAX_CHUNKS, shape.rank // _LEAST_CHUNK)) if is_few else 1
+    return LatentConfig(decode=config, num_tiles=num_tiles, num_chunks=num_chunks)
 
 
 def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tuple[int, int]:
@@ -431,7 +502,13 @@ def open_latent(
     row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
     decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
     split = open_decode(rows, max_keys, scratch, decode)
-    return LatentWork(shape=shape, max_queries=max_queries, split=split, row_parts=row_parts)
+    return LatentWork(
+        shape=shape,
+        max_queries=max_queries,
+        num_chunks=config.num_chunks,
+        split=split,
+        row_parts=row_parts,
+    )
 
 
 def _num_extra(num_rows: int, config: LatentConfig) -> int:
@@ -503,6 +580,7 @@ def latent_decode(
         LAYER_STRIDE=words.stride(1),
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=_query_rows(tile_lines),
+        CHUNKS=work.num_chunks,
         SHIFT=0.0 if scales is None else SHIFT,
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,

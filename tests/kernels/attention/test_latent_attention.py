@@ -253,7 +253,7 @@ def _triton(problem: LatentProblem, **options: Any) -> Any:
     )
 
 
-def _small_tiles(num_tiles: int = 1) -> dict[str, Any]:
+def _small_tiles(num_tiles: int = 1, num_chunks: int = 1) -> dict[str, Any]:
     """Tiles so small that short rows are split, masked, combined and cut into pieces."""
     from kernels.attention.latent_decode import LatentConfig
     from kernels.attention.latent_prefill import LatentPrefillConfig
@@ -263,20 +263,21 @@ def _small_tiles(num_tiles: int = 1) -> dict[str, Any]:
         "decode_config": LatentConfig(
             decode=DecodeConfig(tile_keys=16, min_part_tiles=1, num_programs=24),
             num_tiles=num_tiles,
+            num_chunks=num_chunks,
         ),
         "prefill_config": LatentPrefillConfig(tile_queries=16, tile_keys=16),
     }
 
 
 # Heads of one tile, of two and of a number with few divisors; sizes of no tile.
-IN_E4M3 = _shape(3, 32, 32, 24, 20)
+IN_E4M3 = _shape(3, 64, 32, 24, 20)
 INTERPRETED = [SMALL, _shape(16, 16, 16, 20, 36), _shape(72, 16, 16, 16, 16)]
 
 
 def check_some() -> None:
     problem = build_problem([(2, 1), (35, 1), (0, 7), (18, 9)], SMALL)
     made = SMALL.num_heads * (SMALL.nope_dim + SMALL.value_dim) + SMALL.width
-    check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
+    check(_triton(problem, **_small_tiles(num_chunks=2), piece_bytes=4 * made * 11), problem)
     _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
     _check_e4m3([(35, 1), (18, 9)], IN_E4M3, piece_bytes=4 * made * 11)
@@ -306,7 +307,7 @@ def _check_e4m3(
 ) -> None:
     problem = build_problem(rows, shape, dtype=dtype, device=device).in_e4m3()
     if device == "cpu":
-        options |= _small_tiles(2 if shape.num_heads > 64 else 1)
+        options |= _small_tiles(2 if shape.num_heads > 64 else 1, shape.rank // 32)
     check(_triton(problem, **options), problem)
     check(_triton(problem, fixed_tile=True), problem)
 
@@ -315,7 +316,7 @@ def check_all() -> None:
     for shape in INTERPRETED:
         for name in drawn(list(ROW_SETS), 3):
             problem = build_problem(ROW_SETS[name], shape)
-            small = _small_tiles(2 if shape.num_heads > 64 else 1)
+            small = _small_tiles(2 if shape.num_heads > 64 else 1, shape.rank // 16)
             check(_triton(problem, **small), problem)
             keys = random.choice((7, 16, 40))
             made = shape.num_heads * (shape.nope_dim + shape.value_dim) + shape.width
