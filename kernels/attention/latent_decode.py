@@ -94,11 +94,11 @@ class LatentConfig:
 
 @triton.jit
 def _load_chunks(pointers, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """What lies at `pointers` [lines, 1], as `CHUNKS` tiles of `WIDTH` columns; mask: [lines, 1]."""
+    """`CHUNKS` tiles of `WIDTH` columns each from `pointers` on; these and mask: [lines, 1]."""
     chunks = ()
     columns = tl.arange(0, WIDTH)[None, :]
     for chunk in tl.static_range(CHUNKS):
-        chunks = chunks + (tl.load(pointers + (chunk * WIDTH + columns), mask=mask, other=0),)
+        chunks += (tl.load(pointers + (chunk * WIDTH + columns), mask=mask, other=0),)
     return chunks
 
 
@@ -107,7 +107,7 @@ def _no_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
     """Zeros in fp32, of every chunk."""
     sums = ()
     for _ in tl.static_range(CHUNKS):
-        sums = sums + (tl.zeros([LINES, WIDTH], tl.float32),)
+        sums += (tl.zeros([LINES, WIDTH], tl.float32),)
     return sums
 
 
@@ -133,7 +133,8 @@ def _split_queries(q_latent, q_rope, scales_ptr, layer, CHUNKS: tl.constexpr):
         for chunk in tl.static_range(CHUNKS):
             fitted = q_latent[chunk].to(tl.float32) * factor[:, None]
             one, other = _even_and_odd(fitted, q_latent[chunk].dtype)
-            even, odd = even + (one,), odd + (other,)
+            even += (one,)
+            odd += (other,)
         q_latent, q_latent_odd = even, odd
     return q_latent, q_latent_odd, q_rope, q_rope_odd, inverse * mean_scale, mean_scale
 
@@ -186,6 +187,47 @@ def _add_scores(
         for chunk in tl.static_range(CHUNKS):
             total += dot_keys(q[chunk], q_odd[chunk], k[chunk], k_odd[chunk], IS_FP8) * score_scale
     return total
+
+
+@triton.jit
+def _widen_chunks(
+    words, dtype: tl.constexpr, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr
+):
+    """`widen_pairs` of every chunk: the even and the odd numbers."""
+    all_even, all_odd = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        even, odd = widen_pairs(words[chunk], dtype, IS_FP8, KNOWS_E4M3)
+        all_even += (even,)
+        all_odd += (odd,)
+    return all_even, all_odd
+
+
+@triton.jit
+def _add_chunks(
+    p, v, v_odd, acc, acc_odd, shrink, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr
+):  # fmt: skip
+    """`add_values` of every chunk."""
+    sums, sums_odd = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        even, odd = add_values(
+            p, v[chunk], v_odd[chunk], acc[chunk], acc_odd[chunk], shrink, IS_FP8
+        )
+        sums += (even,)
+        sums_odd += (odd,)
+    return sums, sums_odd
+
+
+@triton.jit
+def _store_means(
+    pointers, acc, acc_odd, factor, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sums times `factor`, at `pointers` as `_load_chunks` would read them."""
+    columns = tl.arange(0, WIDTH)[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        means = joined(acc[chunk], acc_odd[chunk], IS_FP8) * factor
+        at = pointers + (chunk * WIDTH + columns)
+        tl.store(at, means.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -315,10 +357,7 @@ def _latent_decode_kernel(
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
         keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
-        latents, latents_odd = (), ()
-        for chunk in tl.static_range(CHUNKS):
-            even, odd = widen_pairs(words[chunk], q_latent[chunk].dtype, IS_FP8, KNOWS_E4M3)
-            latents, latents_odd = latents + (even,), latents_odd + (odd,)
+        latents, latents_odd = _widen_chunks(words, q_rope.dtype, CHUNKS, IS_FP8, KNOWS_E4M3)
         scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8)
         scores = _add_scores(
             q_latent, q_latent_odd, latents, latents_odd, scores, score_scale, CHUNKS, IS_FP8
@@ -332,28 +371,17 @@ def _latent_decode_kernel(
         p = tl.exp2(scores - (finite - SHIFT)[:, None])
         shrink = tl.exp2(biggest - finite)
         weights = weights * shrink[:, None] + p
-        sums, sums_odd = (), ()
-        for chunk in tl.static_range(CHUNKS):
-            even, odd = add_values(
-                p, latents[chunk], latents_odd[chunk], acc[chunk], acc_odd[chunk], shrink, IS_FP8
-            )
-            sums, sums_odd = sums + (even,), sums_odd + (odd,)
-        acc, acc_odd = sums, sums_odd
+        acc, acc_odd = _add_chunks(p, latents, latents_odd, acc, acc_odd, shrink, CHUNKS, IS_FP8)
         biggest = bigger
     total = tl.sum(weights, 1)
     factor = (mean_scale / _divisor(total, HAS_DRAFTS))[:, None]
-    column = tl.arange(0, chunk_dim)[None, :]
-    slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
-    for chunk in tl.static_range(CHUNKS):
-        means = joined(acc[chunk], acc_odd[chunk], IS_FP8) * factor
-        at_column = chunk * chunk_dim + column
-        if num_parts == 1:
-            whole = out_ptr + first + within + at_column
-            tl.store(whole, means.to(out_ptr.dtype.element_ty), mask=has_line)
-        else:
-            partial = partial_ptr + (slot + member[:, None]) * RANK + at_column
-            tl.store(partial, means, mask=has_line)
-    if num_parts > 1:
+    if num_parts == 1:
+        whole = out_ptr + first + within
+        _store_means(whole, acc, acc_odd, factor, has_line, chunk_dim, CHUNKS, IS_FP8)
+    else:
+        slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
+        partial = partial_ptr + (slot + member[:, None]) * RANK
+        _store_means(partial, acc, acc_odd, factor, has_line, chunk_dim, CHUNKS, IS_FP8)
         log_sums = biggest - SHIFT + tl.log2(total)  # of an empty sum -inf
         tl.store(log_sums_ptr + slot + member, log_sums, mask=is_line)
 

@@ -211,12 +211,17 @@ def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
                 prefetching = replace(pair.down, prefetch_k=256)
                 grouped.grouped_down(inner, down, routes, blocks, prefetching)
                 combine.combine(outputs, routes, x, x[:, :1])
+                given = combine.ExpertOutputs(outputs=outputs, routes=routes)
+                given.add_norm(x, weight_of(1, 2048)[0], 1e-6)
         routes = router.route(x[:1], weight_of(128, 2048), 8, normalises=True)
         shared = few.SharedMatrices(gate_up=weight_of(3072, 2048), down=weight_of(2048, 1536))
         for expert in (None, shared):
             inner = few.few_gate_up(x[:1], gate_up, routes, plan.few_gate_up, shared=expert)
             few.few_down(inner, down, routes, replace(plan.few_down, prefetch_k=256), expert)
-    assert {"_moe_grouped_kernel", "_moe_align_kernel", "_moe_few_down_kernel"} < set(found)
+    assert {
+        *("_moe_grouped_kernel", "_moe_align_kernel", "_moe_few_down_kernel"),
+        "_moe_combine_norm_kernel",
+    } < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
 
