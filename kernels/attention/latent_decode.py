@@ -95,7 +95,7 @@ class LatentConfig:
 @triton.jit
 def _load_chunks(pointers, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
     """`CHUNKS` tiles of `WIDTH` columns each from `pointers` on; these and mask: [lines, 1]."""
-    chunks = ()
+    chunks = tl.tuple(())
     columns = tl.arange(0, WIDTH)[None, :]
     for chunk in tl.static_range(CHUNKS):
         chunks += (tl.load(pointers + (chunk * WIDTH + columns), mask=mask, other=0),)
@@ -105,7 +105,7 @@ def _load_chunks(pointers, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
 @triton.jit
 def _no_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
     """Zeros in fp32, of every chunk."""
-    sums = ()
+    sums = tl.tuple(())
     for _ in tl.static_range(CHUNKS):
         sums += (tl.zeros([LINES, WIDTH], tl.float32),)
     return sums
@@ -129,7 +129,7 @@ def _split_queries(q_latent, q_rope, scales_ptr, layer, CHUNKS: tl.constexpr):
             biggest = tl.maximum(biggest, tl.max(tl.abs(q_latent[chunk].to(tl.float32)), 1))
         factor, inverse = fitting_powers(biggest)
         q_rope, q_rope_odd = _even_and_odd(rope * factor[:, None], q_rope.dtype)
-        even, odd = (), ()
+        even, odd = tl.tuple(()), tl.tuple(())
         for chunk in tl.static_range(CHUNKS):
             fitted = q_latent[chunk].to(tl.float32) * factor[:, None]
             one, other = _even_and_odd(fitted, q_latent[chunk].dtype)
@@ -194,7 +194,7 @@ def _widen_chunks(
     words, dtype: tl.constexpr, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr
 ):
     """`widen_pairs` of every chunk: the even and the odd numbers."""
-    all_even, all_odd = (), ()
+    all_even, all_odd = tl.tuple(()), tl.tuple(())
     for chunk in tl.static_range(CHUNKS):
         even, odd = widen_pairs(words[chunk], dtype, IS_FP8, KNOWS_E4M3)
         all_even += (even,)
@@ -207,7 +207,7 @@ def _add_chunks(
     p, v, v_odd, acc, acc_odd, shrink, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr
 ):  # fmt: skip
     """`add_values` of every chunk."""
-    sums, sums_odd = (), ()
+    sums, sums_odd = tl.tuple(()), tl.tuple(())
     for chunk in tl.static_range(CHUNKS):
         even, odd = add_values(
             p, v[chunk], v_odd[chunk], acc[chunk], acc_odd[chunk], shrink, IS_FP8
