@@ -330,7 +330,7 @@ def _build_measured(
     footprint = Footprint.of(part, layout, held_bytes, element_bytes)
     sizes = value_of_first(comm, choose_sizes(config, device, footprint))
     gpu_bytes = device.memory_bytes if device.is_gpu else 0
-    num_staged = staged_blocks(config, role, layout, sizes.max_tokens, gpu_bytes)
+    num_staged = staged_blocks(config, role, layout, gpu_bytes)
     given = config, part, layout, sizes, model, grammars
     replica = Replica(
         *given,

@@ -49,16 +49,12 @@ class BelowDevice:
         return [RankTier(tier, rank * num_blocks) for rank in range(num_ranks)]
 
 
-def staged_blocks(
-    config: AppConfig, role: Role, layout: KvLayout, max_tokens: int, gpu_bytes: int
-) -> int:
+def staged_blocks(config: AppConfig, role: Role, layout: KvLayout, gpu_bytes: int) -> int:
     """Blocks of a GPU's memory that a host tier takes beside the store.
 
-    max_tokens: of a step. gpu_bytes: all memory of the GPU; 0 = there is none.
+    gpu_bytes: all memory of the GPU; 0 = there is none.
     """
-    if not _has_tier(config, role):
-        return 0
-    return num_staged_blocks(layout.num_blocks_for(max_tokens), layout.block_bytes, gpu_bytes)
+    return num_staged_blocks(layout.block_bytes, gpu_bytes) if _has_tier(config, role) else 0
 
 
 def _has_tier(config: AppConfig, role: Role) -> bool:

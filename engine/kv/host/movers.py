@@ -104,6 +104,7 @@ class CudaMover:
         self._store = store
         self._arena = arena
         self._blocks = _bytes_of(store)
+        num_staged = min(num_staged, store.num_blocks)
         with torch.cuda.device(store.device):
             self._staged = _staging(store, num_staged)
             self._rows = StagingRows(num_staged)

@@ -27,11 +27,9 @@ def test_a_row_is_taken_by_one_at_a_time_and_a_full_staging_gives_what_it_has() 
     assert sorted(rows.take(9)) == sorted(second)
 
 
-@pytest.mark.parametrize(("device_gib", "expected"), [(140, 512), (24, 170)])
-def test_what_a_step_overwrites_is_staged_in_a_64th_of_memory(
-    device_gib: int, expected: int
-) -> None:
-    assert num_staged_blocks(512, LAYOUT.block_bytes, device_gib * 2**30) == expected
+def test_blocks_are_staged_in_a_64th_of_memory() -> None:
+    assert num_staged_blocks(LAYOUT.block_bytes, 80 * 2**30) == 568
+    assert num_staged_blocks(LAYOUT.block_bytes, 0) == 0
 
 
 def test_blocks_taken_beside_the_store_are_not_given_to_it() -> None:
@@ -53,10 +51,10 @@ def test_blocks_taken_beside_the_store_are_not_given_to_it() -> None:
 @pytest.mark.parametrize(
     ("gpu_gib", "host_gib", "role", "expected"),
     [
-        (140, 1.0, "unified", 128),
-        (140, 1.0, "prefill", 128),
-        (140, 1.0, "decode", 0),  # it has no host tier
-        (140, 0.0, "unified", 0),
+        (64, 1.0, "unified", 455),
+        (64, 1.0, "prefill", 455),
+        (64, 1.0, "decode", 0),  # it has no host tier
+        (64, 0.0, "unified", 0),
         (0, 1.0, "unified", 0),
     ],
 )
@@ -64,4 +62,4 @@ def test_only_a_tier_below_a_gpu_stages(
     gpu_gib: int, host_gib: float, role: Role, expected: int
 ) -> None:
     config = load_config(None, {"cache.host_gib": host_gib})
-    assert staged_blocks(config, role, LAYOUT, 2048, gpu_gib * 2**30) == expected
+    assert staged_blocks(config, role, LAYOUT, gpu_gib * 2**30) == expected
