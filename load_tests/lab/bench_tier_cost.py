@@ -25,6 +25,7 @@ from threading import Event
 
 from configs.load import load_config
 from engine.models.llama import CausalLM
+from load_tests.lab.bench_host_tier import ON_GPU
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine, render_rows
@@ -107,7 +108,7 @@ class Pair:
         model: CausalLM | None,
     ) -> EngineInProcess:
         own = {} if folder is None else {"model.path": str(folder), "model.weights": "random"}
-        on_gpu = {"model.dtype": "bfloat16"} if args.device == "cuda" else {}
+        on_gpu = ON_GPU if args.device == "cuda" else {}
         keys = {
             **own,
             **on_gpu,
