@@ -278,8 +278,12 @@ class HostTier:
         found = self.look(hashes)
         if found:
             self._arena.touch([block.block_hash for block in found])
-            self._arena.note_hit()
+            self.note_hit()
         return found
+
+    def note_hit(self) -> None:
+        """Storing is worth while: all that is evicted next is stored."""
+        self._arena.note_hit()
 
     def levels(self) -> list[StoredLevel]:
         """What others may know of where blocks are; none if nothing can be loaded. Any thread."""
