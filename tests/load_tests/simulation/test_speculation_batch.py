@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.speculation.rules import SpeculationRules
 from load_tests.simulation.speculation_batch import gains
 
 
@@ -20,3 +21,13 @@ def test_rows_of_equal_chances_have_drafts_together() -> None:
     (found,) = gains([64], 0.75)
     assert found.all_rows_end > 1.3
     assert found.rows_a_step > 45
+
+
+def test_an_unlucky_start_leaves_no_row_behind() -> None:
+    (found,) = gains([64], 0.9)
+    assert found.all_rows_end > 1.75
+
+
+def test_a_batch_that_fits_no_graph_does_not_make_drafts_dear_for_others() -> None:
+    *_, found = gains([256], 1.0, rules=SpeculationRules(max_drafts=4), seed=3)
+    assert found.all_rows_end > 1.3
