@@ -15,14 +15,14 @@ tries again `retry_steps` steps later, twice as late after each failure; after a
 one row, and 0.5 does not in one of 256. So once the costs are fitted the budget decides whether
 low acceptance pays, and the threshold only holds with `stops_always`.
 
-Trials. What a request of which nothing is known accepts is taken from all others (`everyone`). Of
-such requests `trial_rows` at a time are tried as if they accepted much, with `trial_drafts` each,
-if that would pay for all rows, and as many as the step has room for: a trial of all 256 rows of a
-step costs over a plain step, and several such steps are in flight before the first result. Until
-something is known of any, the rest wait for those. Afterwards new trials begin `retry_steps` later,
-and each time after twice as long, up to `max_retry_steps`, until drafts pay without a trial.
-Where requests differ in what they accept by more than chance, what others do says little, and all
-are tried.
+Trials. What a request of which nothing is known accepts is taken from all others (`everyone`).
+Where drafts do not pay by that, `trial_rows` such requests at a time are tried, with `trial_drafts`
+each as far as the step has room, if drafts would pay were all rows to accept much: a trial of all
+256 rows of a step costs over a plain step, and several such steps are in flight before the first
+result. Until something is known of any, the rest wait for those. Afterwards new trials begin
+`retry_steps` later, and each time after twice as long, up to `max_retry_steps`, until drafts pay
+without a trial. Where requests differ in what they accept by more than chance, what others do says
+little, and all are tried.
 
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a

@@ -16,7 +16,7 @@ Integers = npt.NDArray[np.int64]
 
 DECAY = 0.9  # of a request's own counts, an attempt: they hold about a window
 WEIGHT = 3.0  # judged drafts that an estimate's start counts for
-NUM_TRIES = 2  # attempts that explore, before a request's own estimate counts
+NUM_TRIES = 2  # attempts of a trial, at most
 NEW_ATTEMPTS = 6  # with fewer a request is not given another chance at once
 LEAST_TO_DIFFER = 4  # requests
 NUM_SIGMAS = 3.0  # by which requests must differ more than by chance
@@ -33,7 +33,7 @@ class AcceptanceRate:
     NUM_KNOWN = 8.0  # judged drafts after which the rate is known
 
     def __init__(self) -> None:
-        self.may_explore = True  # whether a new request is tried as if it accepted FIRST_RATE
+        self.may_explore = True  # whether new requests are tried
         self._accepted = self._judged = 0.0
 
     @property
@@ -72,7 +72,7 @@ class RequestGates:
         self._retry_step: Integers = np.zeros(0, np.int64)  # from which it may speculate
         self._num_refusals: Integers = np.zeros(0, np.int64)  # since its last attempt
         self._is_retry = np.zeros(0, np.bool_)
-        self._is_tried = np.zeros(0, np.bool_)  # as if it accepted much
+        self._is_tried = np.zeros(0, np.bool_)  # even if drafts do not pay by its estimate
         self._trial_step: Integers = np.zeros(0, np.int64)  # in which that began
         self._num_attempts: Integers = np.zeros(0, np.int64)
         self._num_in_window: Integers = np.zeros(0, np.int64)
@@ -250,9 +250,7 @@ class RequestGates:
     def _estimate(self, slots: Integers) -> None:
         """Update `_survival`, which is 0 beyond the gate's bound."""
         accepted, judged = self._accepted[slots], self._judged[slots]
-        rate = self.everyone.rate
-        hopeful = max(rate, self.everyone.FIRST_RATE) if self.everyone.may_explore else rate
-        start = np.where(self._is_tried[slots], hopeful, rate)
+        start = self.everyone.rate
         own = (accepted.sum(1) + WEIGHT * start) / (judged.sum(1) + WEIGHT)
         each = (accepted + WEIGHT * own[:, None]) / (judged + WEIGHT)
         is_allowed = self._positions < self._depth[slots, None]
