@@ -267,6 +267,10 @@ class CausalLM:
             hidden = hidden.index_select(0, logit_indices)
         return replace(result, hidden=hidden, exported=exported)
 
+    def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
+        """`whole_logits` of `own_logits`."""
+        return self.whole_logits(self.own_logits(hidden), comm)
+
     def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, ids] in its dtype.
 

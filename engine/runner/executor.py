@@ -109,7 +109,7 @@ class Executor:
             tokens=tokens,
             blocks=BlockTables(max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row),
             sampler=sampler,
-            prompt_logprobs=PromptLogprobRows(tokens, self._whole_logits, model.device),
+            prompt_logprobs=PromptLogprobRows(tokens, self._logits, model.device),
             num_blocks=num_blocks,
         )
         self._num_in_flight = 2
@@ -374,7 +374,7 @@ class Executor:
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
             num_logits = np.array(plan.num_logits, dtype=np.int64)
             lines = torch.from_numpy(concat_ranges(ends - num_logits, num_logits))
-            return self._whole_logits(hidden.index_select(0, lines.to(hidden.device))).float()
+            return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
         """Apply the changes that precede the step: zero blocks, then release and admit rows."""
@@ -530,8 +530,8 @@ class Executor:
             return sampler.sample(logits, rows, choice)
         return sampler.sample(logits, rows, choice, drafts, batch.behind)
 
-    def _whole_logits(self, hidden: Tensor) -> Tensor:
-        return self.model.whole_logits(self.model.own_logits(hidden), self._comm)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden, self._comm)
 
     # ---- parts ----------------------------------------------------------------------------------
 
