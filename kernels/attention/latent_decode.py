@@ -7,7 +7,8 @@ whose plan and scratch memory are used: a tile of lines stands where that has a 
 one head of one of a row's new tokens, token after token. A program computes one item for one tile;
 all its lines share the loads, and values are the same loads again. Of more than 64 lines
 (DeepSeek-V3 has 128 heads) each tile reads the keys, all but the first from L2. Parts of a row are
-combined by a second kernel, in part order: the result depends on no order of programs.
+combined by a second kernel or, of many rows with few lines, by the last part to end, in part order:
+the result depends on no order of programs.
 
 Rows that verify drafts have up to `max_queries` tokens, as many as `cu_tokens` says when the step
 runs: query i of n sees the keys before num_keys - (n - 1 - i). A part may hold no key that a query
@@ -65,6 +66,11 @@ _PARTS_A_TILE = 8
 # of 512 in one chunk is a chain of 32 of them, for which the loads of the next tile wait.
 _MAX_CHUNKS, _LEAST_CHUNK = 4, 128
 _UNSPLIT = 1 << 20  # tiles, more than any row has
+# The last part to end joins those of a row one after the other. A kernel joins many parts sooner,
+# but has a program for each row and head, of whole rows too: on an H200 it takes 7 us of 256 rows.
+_JOINED_PARTS = 5  # on average, at most
+_LEAST_JOINED = 4  # tiles of a part that is joined so
+_NEVER = 1 << 30
 _PART_TILE = 4  # parts combined at once
 
 
@@ -75,6 +81,7 @@ class LatentWork:
     shape: LatentShape
     max_queries: int  # of a row; 1 = row r's query is token r
     num_chunks: int  # as of `LatentConfig`
+    joins_last: bool  # the last part to end joins a row's; else a kernel that follows
     split: DecodeWork
     # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
     row_parts: Tensor
@@ -90,6 +97,8 @@ class LatentConfig:
     decode: DecodeConfig
     num_tiles: int
     num_chunks: int = 1  # equal parts of a latent, each with products of its own
+    # Rows and tiles, multiplied, from which the last part of a row to end joins them all: few then.
+    joined_from: int = _NEVER
 
 
 @triton.jit
@@ -231,6 +240,57 @@ def _store_means(
 
 
 @triton.jit
+def _join_if_last(
+    num_arrived_ptr, partial_ptr, log_sums_ptr, out_pointers, row_tile, first_slot, num_parts,
+    member, is_line, SLOT_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Where this is the last part of its row and tile to arrive, the mean of all, in their order.
+
+    out_pointers: [lines, 1]. num_arrived_ptr: None = a kernel that follows joins them.
+    """
+    if num_arrived_ptr is not None:
+        # Order: all threads' stores, the barrier, one thread's release; the last's acquire, loads.
+        tl.debug_barrier()
+        arrived_ptr = num_arrived_ptr + row_tile
+        ticket = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+        if ticket == num_parts - 1:
+            width: tl.constexpr = RANK // CHUNKS
+            biggest = tl.full([member.shape[0]], float("-inf"), tl.float32)
+            total = tl.zeros([member.shape[0]], tl.float32)
+            sums = _no_sums(member.shape[0], width, CHUNKS)
+            for part in range(num_parts):
+                lines = first_slot + part * SLOT_STRIDE + member
+                # Load from L2: another SM wrote these, and this SM's L1 may hold stale data.
+                log_sums = tl.load(
+                    log_sums_ptr + lines, mask=is_line, other=0.0, cache_modifier=".cg"
+                )
+                bigger = tl.maximum(biggest, log_sums)
+                weight = tl.exp2(log_sums - bigger)
+                shrink = tl.exp2(biggest - bigger)
+                total = total * shrink + weight
+                sums = _add_part(
+                    sums, partial_ptr + lines[:, None] * RANK, is_line[:, None], shrink, weight,
+                    width, CHUNKS,
+                )  # fmt: skip
+                biggest = bigger
+            factor = (1.0 / total)[:, None]
+            _store_means(out_pointers, sums, sums, factor, is_line[:, None], width, CHUNKS, False)
+            tl.store(arrived_ptr, 0)
+
+
+@triton.jit
+def _add_part(sums, pointers, mask, shrink, weight, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sums of means, times `shrink`, and one part's more, times `weight`."""
+    columns = tl.arange(0, WIDTH)[None, :]
+    added = tl.tuple(())
+    for chunk in tl.static_range(CHUNKS):
+        at = pointers + (chunk * WIDTH + columns)
+        means = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        added += (sums[chunk] * shrink[:, None] + means * weight[:, None],)
+    return added
+
+
+@triton.jit
 def _finite(biggest, HAS_DRAFTS: tl.constexpr):
     """What is taken off scores: their maximum, where a query has seen any."""
     finite = biggest
@@ -266,6 +326,7 @@ def _latent_decode_kernel(
     partial_ptr,  # fp32 [items, tiles, TILE_LINES, RANK]
     log_sums_ptr,  # fp32 [items, tiles, TILE_LINES]
     row_parts_ptr,  # int32 [R, 2]
+    num_arrived_ptr,  # int32 [R, tiles], zeros, or None
     out_ptr,  # [T, heads, RANK]
     # constants
     layer,
@@ -384,6 +445,11 @@ def _latent_decode_kernel(
         _store_means(partial, acc, acc_odd, factor, has_line, chunk_dim, CHUNKS, IS_FP8)
         log_sums = biggest - SHIFT + tl.log2(total)  # of an empty sum -inf
         tl.store(log_sums_ptr + slot + member, log_sums, mask=is_line)
+        _join_if_last(
+            num_arrived_ptr, partial_ptr, log_sums_ptr, out_ptr + first + within,
+            row * NUM_TILES + tile, slot - part.to(tl.int64) * NUM_TILES * TILE_LINES, num_parts,
+            member, is_line, NUM_TILES * TILE_LINES, RANK, CHUNKS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -462,10 +528,15 @@ def fitted_config(
         config = replace(config, min_part_tiles=1, parts_a_tile=_PARTS_A_TILE)
     if device.is_gpu:
         config = replace(config, num_programs=per_sm * device.num_sms)
+    joined_from = _NEVER
     if whole_rows:
         config = replace(config, min_part_tiles=_UNSPLIT)
+    elif is_few:
+        joined_from = config.num_programs // _JOINED_PARTS
     num_chunks = max(1, min(_MAX_CHUNKS, shape.rank // _LEAST_CHUNK)) if is_few else 1
-    return LatentConfig(decode=config, num_tiles=num_tiles, num_chunks=num_chunks)
+    return LatentConfig(
+        decode=config, num_tiles=num_tiles, num_chunks=num_chunks, joined_from=joined_from
+    )
 
 
 def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tuple[int, int]:
@@ -529,11 +600,15 @@ def open_latent(
     num_rows = len(rows.num_keys)
     row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
     decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
+    joins_last = max_queries == 1 and num_rows * config.num_tiles >= config.joined_from
+    if joins_last:
+        decode = replace(decode, min_part_tiles=max(decode.min_part_tiles, _LEAST_JOINED))
     split = open_decode(rows, max_keys, scratch, decode)
     return LatentWork(
         shape=shape,
         max_queries=max_queries,
         num_chunks=config.num_chunks,
+        joins_last=joins_last,
         split=split,
         row_parts=row_parts,
     )
@@ -593,6 +668,7 @@ def latent_decode(
         split.partial,
         split.log_sums,
         work.row_parts,
+        split.num_arrived if work.joins_last else None,
         out,
         layer,
         SCALE_LOG2E=shape.scale * math.log2(math.e),
@@ -616,8 +692,8 @@ def latent_decode(
         num_stages=config.num_stages,
         launch_pdl=use_pdl,
     )
-    if len(items) == len(work.row_parts):
-        return  # no row has two parts
+    if work.joins_last or len(items) == len(work.row_parts):
+        return  # no row has two parts, or they are joined
     _latent_combine_kernel[(len(work.row_parts), work.max_queries * shape.num_heads)](
         split.partial,
         split.log_sums,
