@@ -49,11 +49,12 @@ _PARTS = (8, 6, 4, 3, 2)
 # By races on an H200 with Qwen3-8B's weights, alone and in the chain of a layer, see
 # load_tests/results. Tiles of up to 16 tokens have 64 rows, of which three programs are on a
 # multiprocessor at once: a weight's programs then fill all of them evenly, and one program's
-# products hide what another waits for. Nothing is prefetched: a layer took longer with it.
+# products hide what another waits for. A weight that four fill more evenly, such as the 28,672 rows
+# of Llama-3.1-8B, has four, with fewer stages. Nothing is prefetched: a layer took longer with it.
 _LEAST = QuantConfig(
     block_m=16, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=0, starts_next_early=False
 )
-_LEAST_PROGRAMS = 3  # of a multiprocessor
+_LEAST_STAGES = {3: 6, 4: 4}  # by programs of a multiprocessor
 _LEAST_SQUARE = replace(_LEAST, block_k=256, num_stages=4)
 _SQUARE_TO = 4096  # rows and columns
 _SQUARE_PROGRAMS = 2
@@ -284,8 +285,11 @@ def choose_config(
     block_m = int(triton.next_power_of_2(num_tokens))
     if num_tokens <= _LEAST.block_m:
         is_square = max(num_rows, num_columns) <= _SQUARE_TO
-        config = _LEAST_SQUARE if is_square else _LEAST
-        programs = (_SQUARE_PROGRAMS if is_square else _LEAST_PROGRAMS) * num_sms
+        if is_square:
+            config, programs = _LEAST_SQUARE, _SQUARE_PROGRAMS * num_sms
+        else:
+            most = _most_even(triton.cdiv(num_rows, _LEAST.block_n), num_sms)
+            config, programs = replace(_LEAST, num_stages=_LEAST_STAGES[most]), most * num_sms
     else:
         least = max(least_rows, 128 if num_columns >= _DEEP * num_rows else 64)
         # Sums of two pieces of 256 rows would not fit the registers.
@@ -301,6 +305,11 @@ def choose_config(
         if is_even and num_tiles * split_k <= programs:
             return replace(config, block_m=block_m, split_k=split_k)
     return replace(config, block_m=block_m)
+
+
+def _most_even(num_tiles: int, num_sms: int) -> int:
+    """Programs of a multiprocessor of which `num_tiles` leave the fewest places empty."""
+    return min(_LEAST_STAGES, key=lambda most: most * triton.cdiv(num_tiles, most * num_sms))
 
 
 @cache

@@ -311,6 +311,23 @@ def test_sums_of_a_step_leave_registers_for_all_of_them() -> None:
     assert fp8_few.fitted_config(whole, 1, 64, 0, 227 * 1024).block_k == whole.block_k == 128
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize("num_rows", [24576, 28672])
+def test_all_programs_of_a_gate_are_on_the_gpu_at_once(num_rows: int, num_tokens: int) -> None:
+    """Of Qwen3-8B's and Llama-3.1-8B's gate and up: else a few would come after all others."""
+    from kernels.quant import fp8_few
+
+    device = gpu("H200")
+    cut = fp8_few.choose_config(num_tokens, 2, num_rows, 4096, device.num_sms)
+    beside = -(-num_rows // cut.block_n // device.num_sms)
+    memory_bytes = device.shared_memory_per_block_bytes
+    cut = fp8_few.fitted_config(cut, 2, 0, 0, memory_bytes, beside)
+    stage_bytes = cut.block_k * (cut.block_n + 2 * cut.block_m)
+    reserved = 1024  # of a program, by CUDA
+    assert beside * (cut.num_stages * stage_bytes + reserved) <= memory_bytes + reserved
+    assert cut.num_stages >= 4, "too little is on its way"
+
+
 def assert_parts_in_whole_lines(made: Any) -> None:
     """Of a product in parts: a warp reads 512 adjacent bytes of them at once."""
     text = made.asm["ttgir"]
