@@ -229,7 +229,7 @@ def leaves_idle(shape: Shape, num_rows: int, num_sms: int, shared_memory_bytes: 
     num_places = num_sms * ((shared_memory_bytes + _KIB) // program_bytes)
     num_programs = config.split_k * triton.cdiv(num_rows, config.block_n)
     num_waves = triton.cdiv(num_programs, num_places)
-    return num_waves > 1 and num_programs < _LEAST_FILLED * num_waves * num_places
+    return bool(num_waves > 1 and num_programs < _LEAST_FILLED * num_waves * num_places)
 
 
 def shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
