@@ -125,8 +125,7 @@ class CudaMover:
         num_staged, steps = len(rows), torch.cuda.current_stream(self._store.device)
         with torch.cuda.stream(self._saves):
             digests = self._queue_reads(block_ids, rows)
-            for block_id, slot in zip(block_ids[num_staged:], slots[num_staged:], strict=True):
-                self._arena[slot].copy_(self._blocks[block_id], non_blocking=True)
+            _queue(self._arena, slots[num_staged:], self._blocks, block_ids[num_staged:])
             are_read = self._saves.record_event(torch.cuda.Event(blocking=True))
         steps.wait_event(are_read)
 
@@ -134,10 +133,9 @@ class CudaMover:
             are_read.synchronize()  # what is queued before may run before the steps that wait
             with torch.cuda.stream(self._drains):
                 for burst in self._bursts(num_staged):
-                    for i in burst:
-                        self._arena[slots[i]].copy_(self._staged[rows[i]], non_blocking=True)
+                    _queue(self._arena, slots[burst], self._staged, rows[burst])
                     self._drains.record_event(torch.cuda.Event(blocking=True)).synchronize()
-                    self._rows.give_back(rows[i] for i in burst)
+                    self._rows.give_back(rows[burst])
                 return [value for part in digests for value in part.tolist()]
 
         return wait
@@ -163,8 +161,7 @@ class CudaMover:
             with torch.cuda.stream(self._loads), torch.inference_mode():
                 are_read.synchronize()
                 for burst in self._bursts(len(slots)):
-                    for i in burst:
-                        self._blocks[block_ids[i]].copy_(self._arena[slots[i]], non_blocking=True)
+                    _queue(self._blocks, block_ids[burst], self._arena, slots[burst])
                     self._loads.synchronize()
                 digests = self._store.digest(block_ids)
             self._store.digests.keep(block_ids, digests)
@@ -172,10 +169,28 @@ class CudaMover:
 
         return load
 
-    def _bursts(self, num_blocks: int) -> Iterator[range]:
+    def _bursts(self, num_blocks: int) -> Iterator[slice]:
         """Blocks to be queued at a time; the host waits for them before it queues the next ones."""
         size = max(1, _BURST_BYTES // self._store.layout.block_bytes)
-        return (range(i, min(i + size, num_blocks)) for i in range(0, num_blocks, size))
+        return (slice(i, min(i + size, num_blocks)) for i in range(0, num_blocks, size))
+
+
+def _queue(to: Tensor, places: Sequence[int], blocks: Tensor, numbers: Sequence[int]) -> None:
+    """Queues to[place] = blocks[number] for each; what lies side by side in both is one copy."""
+    for place, number, n in runs(places, numbers):
+        to[place : place + n].copy_(blocks[number : number + n], non_blocking=True)
+
+
+def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Joins pairs that both count on: (first, second, how many)."""
+    begin = 0
+    for end in range(1, len(first) + 1):
+        if end < len(first):
+            steps = first[end] - first[end - 1], second[end] - second[end - 1]
+            if steps == (1, 1):
+                continue
+        yield first[begin], second[begin], end - begin
+        begin = end
 
 
 def _bytes_of(store: KvStore) -> Tensor:
