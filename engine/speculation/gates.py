@@ -30,6 +30,7 @@ class AcceptanceRate:
     FIRST_RATE = 0.7  # hopeful, so that it is tried
     FIRST_WEIGHT = 4.0  # judged drafts
     DECAY = 0.995  # an attempt
+    LEAST_KEPT = 0.95  # of all before a step: one with hundreds of attempts is noisy, too
     NUM_KNOWN = 8.0  # judged drafts after which the rate is known
 
     def __init__(self) -> None:
@@ -48,10 +49,9 @@ class AcceptanceRate:
 
     def observe(self, num_judged: Integers, num_accepted: Integers) -> None:
         """Of attempts [N], the oldest first."""
-        num = len(num_judged)
-        weights = self.DECAY ** np.arange(num - 1, -1, -1)
-        self._accepted = self._accepted * self.DECAY**num + float(weights @ num_accepted)
-        self._judged = self._judged * self.DECAY**num + float(weights @ num_judged)
+        kept = max(self.DECAY ** len(num_judged), self.LEAST_KEPT)
+        self._accepted = self._accepted * kept + float(num_accepted.sum())
+        self._judged = self._judged * kept + float(num_judged.sum())
 
 
 class RequestGates:

@@ -493,6 +493,25 @@ def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
     assert purse.balance == RULES.purse_steps + RULES.saved_steps
 
 
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_prompts_that_take_longer_than_predicted_are_not_the_doing_of_drafts(
+    num_drafts: int,
+) -> None:
+    """A long prompt's prediction is wrong by more than the purse holds."""
+    purse, added_s = Purse(RULES), 0.5e-3 * num_drafts
+    beside = replace(
+        speculating(),
+        num_drafts=[num_drafts] * 4,
+        plain_s=300e-3,
+        step_s=300e-3 + added_s,
+        kind=StepKind(has_prompts=True),
+        is_holding=True,
+    )
+    purse.observe(beside, 4 + 4 * num_drafts, 312e-3)
+    assert purse.is_on
+    assert purse.surcharge.seconds(beside.kind, np.array([8.0]))[0] <= added_s + 1e-9
+
+
 def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:
     purse = Purse(RULES)
     for _ in range(200):
