@@ -252,6 +252,15 @@ def test_trials_that_show_nothing_good_are_ever_rarer() -> None:
     assert all(later > 1.8 * earlier for earlier, later in pairwise(waits))
 
 
+def test_the_trial_of_one_newcomer_hardly_delays_that_of_others() -> None:
+    gates = RequestGates(RULES)
+    slots = gates.slots_of(range(RULES.trial_rows))
+    gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
+    gates.max_drafts(slots[:1], 0)
+    gates.max_drafts(slots[1:], RULES.retry_steps // RULES.trial_rows)
+    assert gates.is_tried(slots).all()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_that_differ_by_chance_alone_are_alike(seed: int) -> None:
     """Most of 64 have all four drafts accepted, and an unlucky one none of its first."""
