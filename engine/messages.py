@@ -151,6 +151,8 @@ class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
     pending: dict[LengthClass, int]  # waiting prompts, by class where workers report classes
     workers: list[WorkerLoad]
     moves: list[PoolMove]  # the last ones, newest first
+    # As a worker that prefills fitted them; placement predicts with them. None = none fitted yet.
+    step_costs: StepCosts | None
 
 
 # ---- ingress replicas -> allocator, for each other ----------------------------------------------

@@ -28,6 +28,8 @@ NUM_OUTPUT_TOKENS = 64
 # a stretch of the load by a seed of its own.
 WARM_UP_PROMPTS = (64, 512)
 WARM_UP_SEED = 1_000_003
+# What requests say to a server that takes their priority: vLLM computes the lower number first.
+SHORT_FIRST_PRIORITIES: dict[LengthClass, int] = {"short": 0, "long": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

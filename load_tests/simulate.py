@@ -7,8 +7,9 @@
     python -m load_tests.simulate --plan --rate 100 --load sharegpt --slo-ttft 0.4 --slo-tpot 0.05
 
 The engine's own queues, placement and pools decide; step costs stand for the devices: those of an
-8B model on one H200, or of `--costs`, fitted by an engine (with `--costs-of VARIANT`: in a file of
-`bench_mixed --json`). How close that comes is what `load_tests.lab.validate_simulation` tells.
+8B model on one H200, or of `--costs`, fitted by an engine: `step_costs` of a running application's
+`/laps_status`, or with `--costs-of VARIANT` those of a file of `bench_mixed --json`. How close that
+comes is what `load_tests.lab.validate_simulation` tells.
 Without decode workers and `--unified` requests end with their first token. Seeds are shared: all
 policies get the same requests.
 """

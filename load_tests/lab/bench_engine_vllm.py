@@ -12,7 +12,8 @@ round, as for ours; a mixture's routes are drawn uniformly, as ours are by `--pi
 prefill lasts until every prompt has one token; decode steps are timed from when all rows have a
 token until each has 128 more, as ours with `--quick`. Medians of rounds. Prints a `ROW` for each
 work, what a reader must know as `ABOUT {json}`, and one `RESULT {json}` line, which bench_engine's
-`--peer` reads. Needs an installed vLLM (written for 0.26); knows nothing of this project's engine.
+`--peer` reads. `--hold-s`: as bench_engine's. Needs an installed vLLM (written for 0.26); knows
+nothing of this project's engine.
 """
 
 import argparse
@@ -198,6 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="of each work; short prefills 4 more")
+    parser.add_argument("--hold-s", type=float, default=0.0, help="idle once it is ready and warm")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -220,6 +222,8 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     )
     try:
         bench.warm_up()
+        print("ready and warm", flush=True)
+        time.sleep(args.hold_s)
         return run_works(bench, works, args.rounds)
     finally:  # its ranks are processes of their own
         bench.close()

@@ -221,7 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-step-ms", type=float, nargs="+", default=[None], metavar="MS")
     parser.add_argument("--graphs", nargs="+", default=["auto"], metavar="auto|off|ragged|grid")
     parser.add_argument("--accepted", type=Drafts.parse, metavar="DRAFTS:LENGTH")
-    parser.add_argument("--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--set", type=setting_from_text, nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limits", type=limits_from_text, metavar="SHORT,LONG,TPOT", help="in ms")
     parser.add_argument("--search", action="store_true", help="for the highest good rate")
     parser.add_argument("--search-seeds", type=int, nargs="+", help="fewer, for the search alone")
@@ -414,7 +414,7 @@ def _warm_up_load(args: argparse.Namespace) -> MixedLoad:
     return replace(load, rate=args.rates[0], seed=WARM_UP_SEED, duration_s=args.warm_up_s)
 
 
-def _setting(text: str) -> tuple[str, object]:
+def setting_from_text(text: str) -> tuple[str, object]:
     """`laps.max_step_ms=30` as a key and a value; what is not JSON is text."""
     key, equals, value = text.partition("=")
     if not equals:

@@ -28,6 +28,7 @@ from load_tests.lab.mixed_sweep import Budget, Results, Sweep, note
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.mixed_load import (
     NUM_OUTPUT_TOKENS,
+    SHORT_FIRST_PRIORITIES,
     WARM_UP_PROMPTS,
     WARM_UP_SEED,
     Arrival,
@@ -40,7 +41,6 @@ from load_tests.prompts import FIRST_TOKEN_ID
 from load_tests.tables import describe_machine
 
 MAX_MODEL_LEN, MAX_ROWS = 16384, 256
-SHORT_FIRST_PRIORITIES = {"short": 0, "long": 1}  # vLLM serves the lower number first
 
 
 class VllmEngine:

@@ -11,16 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from threading import BrokenBarrierError
+from typing import Self
 
 import msgspec
 
 from load_tests.http_load.client import DONE, LoadError, Server
 from load_tests.http_load.preflight import find_model
 from load_tests.http_load.sse import EventParser
-from load_tests.mixed_load import MixedLoad, Served, Stamps
+from load_tests.mixed_load import SHORT_FIRST_PRIORITIES, Arrival, MixedLoad, Served, Stamps
 from load_tests.testbed.stream_client import Piece, StreamClient
 
 TIMEOUT_S = 600.0
@@ -36,12 +37,21 @@ class _Chunk(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How a server is asked."""
+
+    says_priority: bool = False  # for a vLLM with priority scheduling: short prompts first
+    patience_s: float = TIMEOUT_S  # for the whole answer to a request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """Every `of`-th request from number `first` on."""
 
     first: int = 0
     of: int = 1
-    gather: Callable[[], object] = lambda: None  # returns when every client may start
+    how: Asking = Asking()
+    gather: Callable[[], object] | None = None  # returns when every client may start
 
 
 class MixedClient:
@@ -60,20 +70,28 @@ class MixedClient:
         assert len(arrivals) >= share.of, f"too few arrive in {load.duration_s} s at {load.rate}/s"
         prompts = load.prompts(arrivals, vocab_size)[share.first :: share.of]
         arrivals = arrivals[share.first :: share.of]
-        requests = [self._request(prompt, load.num_output_tokens) for prompt in prompts]
+        requests = [
+            self._request(
+                prompt, load.num_output_tokens, arrival if share.how.says_priority else None
+            )
+            for prompt, arrival in zip(prompts, arrivals, strict=True)
+        ]
         gc.collect()
         gc.freeze()
-        share.gather()
+        if share.gather is not None:
+            share.gather()
         start_s = time.perf_counter()
-        answers = await self._ask_when_due(requests, [start_s + one.at_s for one in arrivals])
+        due_s = [start_s + one.at_s for one in arrivals]
+        answers = await self._ask_when_due(requests, due_s, share.how.patience_s)
         self._client.close()
         stamps = Stamps(arrivals)
         for index, pieces in enumerate(answers):
             _stamp(stamps, index, pieces, start_s)
         return stamps.served(load.num_output_tokens)
 
-    def _request(self, prompt: Sequence[int], num_tokens: int) -> bytes:
-        body = {
+    def _request(self, prompt: Sequence[int], num_tokens: int, ranked: Arrival | None) -> bytes:
+        """`ranked`: whose priority the server is told; None = it is told none."""
+        body: dict[str, object] = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": num_tokens,
@@ -82,10 +100,12 @@ class MixedClient:
             "stream": True,
             "return_token_ids": True,
         }
+        if ranked is not None:
+            body["priority"] = SHORT_FIRST_PRIORITIES[ranked.length_class]
         return self._client.request("/v1/completions", msgspec.json.encode(body))
 
     async def _ask_when_due(
-        self, requests: Sequence[bytes], due_s: Sequence[float]
+        self, requests: Sequence[bytes], due_s: Sequence[float], patience_s: float
     ) -> list[list[Piece]]:
         """Sends each request when it is due; returns the pieces of each answer.
 
@@ -95,7 +115,7 @@ class MixedClient:
         answers: list[list[Piece]] = [[] for _ in requests]
 
         async def ask(index: int) -> None:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(patience_s):
                 answers[index] = await self._client.post(requests[index])
 
         async with asyncio.TaskGroup() as tasks:
@@ -128,28 +148,57 @@ def _stamp(stamps: Stamps, index: int, pieces: Sequence[Piece], start_s: float) 
     assert is_done, f"the stream of request {index} broke off"
 
 
+class HttpClients:
+    """Processes that ask servers over HTTP, kept for several loads; one client is this process."""
+
+    def __init__(self, num_clients: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._num = num_clients
+        self._barrier = spawn.Barrier(num_clients, timeout=GATHER_S)
+        self._pool = ProcessPoolExecutor(num_clients, spawn, _keep_barrier, (self._barrier,))
+        # They start and import now, not when the first load is due.
+        self._met = (
+            [self._pool.submit(_meet) for _ in range(num_clients)] if num_clients > 1 else []
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown()
+
+    def serve(self, url: str, load: MixedLoad, vocab_size: int, how: Asking) -> list[Served]:
+        """Run `load` with ids below `vocab_size`.
+
+        Raises ConnectionError without a willing server, or for an answer that does not end within
+        the patience of `how`.
+        """
+        if self._num == 1:
+            return _serve_share(url, load, vocab_size, Share(how=how))
+        while self._met:
+            self._met.pop().result()
+        self._barrier.reset()  # a client that failed has broken it
+        shares = [Share(first=i, of=self._num, how=how) for i in range(self._num)]
+        asked = [
+            self._pool.submit(_serve_gathered, url, load, vocab_size, share) for share in shares
+        ]
+        failures = [failure for client in asked if (failure := client.exception())]
+        # A client that failed breaks the barrier for those that wait there: its reason comes first.
+        for failure in sorted(failures, key=lambda one: isinstance(one, BrokenBarrierError)):
+            raise failure
+        served = [one for client in asked for one in client.result()]
+        return sorted(served, key=lambda one: one.arrival.at_s)
+
+
 def serve_over_http(
     url: str, load: MixedLoad, vocab_size: int, num_clients: int = 1
 ) -> list[Served]:
-    """Run `load` with ids below `vocab_size`, from so many processes.
+    """Run `load` with ids below `vocab_size`, from so many processes that end with it.
 
     Raises ConnectionError without a willing server.
     """
-    if num_clients == 1:
-        return _serve_share(url, load, vocab_size, Share())
-    spawn = multiprocessing.get_context("spawn")
-    barrier = spawn.Barrier(num_clients, timeout=GATHER_S)
-    with ProcessPoolExecutor(num_clients, spawn, _keep_barrier, (barrier,)) as clients:
-        numbers = range(num_clients)
-        asked = [
-            clients.submit(_serve_gathered, url, load, vocab_size, i, num_clients) for i in numbers
-        ]
-        failures = [failure for client in asked if (failure := client.exception())]
-    # A client that failed breaks the barrier for those that wait there: its reason comes first.
-    for failure in sorted(failures, key=lambda one: isinstance(one, BrokenBarrierError)):
-        raise failure
-    served = [one for client in asked for one in client.result()]
-    return sorted(served, key=lambda one: one.arrival.at_s)
+    with HttpClients(num_clients) as clients:
+        return clients.serve(url, load, vocab_size, Asking())
 
 
 # Of the clients, in the process of each: it can be given to a process at its start only.
@@ -161,14 +210,17 @@ def _keep_barrier(barrier: Barrier) -> None:
     _barrier = barrier
 
 
-def _serve_gathered(
-    url: str, load: MixedLoad, vocab_size: int, first: int, of: int
-) -> list[Served]:
+def _meet() -> None:
+    """Returns when all clients run."""
+    assert _barrier is not None, "the process was not prepared"
+    _barrier.wait()
+
+
+def _serve_gathered(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
     """One client's part, in its own process; all begin together."""
     assert _barrier is not None, "the process was not prepared"
-    share = Share(first=first, of=of, gather=_barrier.wait)
     try:
-        return _serve_share(url, load, vocab_size, share)
+        return _serve_share(url, load, vocab_size, replace(share, gather=_barrier.wait))
     except BaseException:
         _barrier.abort()  # nobody is to wait for this client
         raise

@@ -17,6 +17,7 @@ from load_tests.mixed_report import Limits, Numbers, Point, Run, render_report
 
 GOOD_SHARE = 0.9  # of requests within the limits
 SEARCH_STEP = 0.05  # the highest good rate is known to within this share of it
+GIVE_UP_SHARE = 0.1  # of the highest bad rate: below that no good one is looked for
 DRAIN_SHARE = 1.15  # of a run's arrivals, until the last token
 
 Serve = Callable[[MixedLoad], list[Served]]
@@ -29,6 +30,10 @@ class Budget:
         self._now_s = now_s
         self._end_s = now_s() + total_s
         self.left_out: list[str] = []
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - self._now_s()
 
     def allows(self, what: str, seconds: float) -> bool:
         """Whether `what` may still run; if not, it is remembered as left out."""
@@ -85,9 +90,18 @@ class Sweep:
     """Loads of several rates, one variant at a time, as far as time allows."""
 
     def __init__(
-        self, results: Results, budget: Budget, loads: Sequence[MixedLoad], path: Path | None
+        self,
+        results: Results,
+        budget: Budget,
+        loads: Sequence[MixedLoad],
+        path: Path | None,
+        after: Callable[[Point], None] = lambda point: None,
     ) -> None:
-        """`loads`: one a seed, at a rate that is replaced; `path`: where results are kept."""
+        """`loads`: one a seed, at a rate that is replaced; `path`: where results are kept.
+
+        after: is told each point once it was measured.
+        """
+        self._after = after
         self._results = results
         self._budget = budget
         self._loads = loads
@@ -112,20 +126,26 @@ class Sweep:
         point = Point(variant=variant, rate=rate, runs=runs)
         self._results.points.append(point)
         self.save()
+        self._after(point)
         return point
 
     def search(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> None:
         """Narrow down the highest good rate, from the rates of `variant` that were measured."""
+        while self.search_once(variant, serve, seeds):
+            pass
+
+    def search_once(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> bool:
+        """Measure the next rate of a search; whether there was one, and time for it."""
         limits = self._results.limits
         assert limits is not None, "a good rate is one within limits"
         good = {p.rate: is_good(p, limits) for p in self._results.points if p.variant == variant}
-        while good and (rate := next_rate(good, SEARCH_STEP)) is not None:
-            point = self.measure(variant, rate, serve, seeds)
-            if point is None:
-                break
-            good[rate] = is_good(point, limits)
-        self._results.best_rates[variant] = _highest_good(good)
+        rate = next_rate(good, SEARCH_STEP) if good else None
+        point = None if rate is None else self.measure(variant, rate, serve, seeds)
+        if point is not None:
+            good[point.rate] = is_good(point, limits)
+        self._results.best_rates[variant] = highest_good(good)
         self.save()
+        return point is not None
 
     def save(self) -> None:
         """Write what is known by now: a run that is cut short has not been for nothing."""
@@ -140,11 +160,14 @@ def is_good(point: Point, limits: Limits) -> bool:
 
 
 def next_rate(good: Mapping[float, bool], step: float) -> float | None:
-    """Where to look next for the highest good rate; None when it is known to within `step`."""
-    highest = _highest_good(good)
+    """Where to look next for the highest good rate; None when it is known to within `step`.
+
+    Also None when no rate was good down to a small share of the highest.
+    """
+    highest = highest_good(good)
     bad = [rate for rate, is_rate_good in good.items() if not is_rate_good]
     if highest is None:
-        return min(bad) / 1.25
+        return min(bad) / 1.25 if min(bad) > GIVE_UP_SHARE * max(bad) else None
     if not bad:
         return highest * 1.25
     return math.sqrt(highest * min(bad)) if min(bad) > highest * (1 + step) else None
@@ -155,8 +178,8 @@ def note(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def _highest_good(good: Mapping[float, bool]) -> float | None:
-    """Below every bad rate."""
+def highest_good(good: Mapping[float, bool]) -> float | None:
+    """The highest good rate below every bad one."""
     first_bad = min(
         (rate for rate, is_rate_good in good.items() if not is_rate_good), default=math.inf
     )

@@ -23,7 +23,7 @@ from configs.schema import AppConfig
 from engine.cost_model import StepCosts
 from engine.runner.graph_sizes import ragged_sizes
 from load_tests.mixed_load import SHARE_LONG, MixedLoad, Served
-from load_tests.mixed_report import COLUMNS, quantiles_ms
+from load_tests.mixed_report import COLUMNS, Limits, quantiles_ms
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.routing import Policy
 from load_tests.simulation.worker import WorkerSpec
@@ -58,6 +58,8 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     step_costs: dict[str, StepCosts]  # by variant, as fitted when all its points were measured
     # By variant and rate, as fitted when that point was measured; {} = not recorded.
     step_costs_by_rate: dict[str, dict[float, StepCosts]] = {}
+    limits: Limits | None = None  # of a good request, where a search asked for them
+    best_rates: dict[str, float | None] = {}  # by variant, where they were searched for
 
     def points_of(self, variant: str) -> list[MeasuredPoint]:
         return [point for point in self.points if point.variant == variant]
@@ -189,9 +191,13 @@ def worker_spec(run: MeasuredRun, variant: str, costs: StepCosts, host: HostTime
 
 def simulate_load(spec: WorkerSpec, load: MixedLoad, read_s: float) -> list[Served]:
     """The load's requests as the simulated worker serves them, in the order of arrival."""
+    return simulate_cluster(ClusterSpec(worker=spec, policy=Policy.ROUND_ROBIN), load, read_s)
+
+
+def simulate_cluster(cluster: ClusterSpec, load: MixedLoad, read_s: float) -> list[Served]:
+    """The load's requests as `cluster` serves them, in the order of arrival."""
     arrivals = load.arrivals()
     rows = [(a.at_s, a.num_tokens, load.num_output_tokens) for a in arrivals]
-    cluster = ClusterSpec(worker=spec, policy=Policy.ROUND_ROBIN)
     served = serve(cluster, recorded(f"seed {load.seed}", rows))
     times_s = np.stack([served.first_s, served.last_s], axis=1) + read_s
     return [

@@ -280,11 +280,12 @@ class ReceivingProcess:
 class SendingProcess:
     """Opens channels to the other process and hands blocks over."""
 
-    def __init__(self, end: End, folder: Path) -> None:
+    def __init__(self, end: End, folder: Path, first_epoch: int = 0) -> None:
+        """first_epoch: of several that send from one process, each has epochs of its own."""
         self.end = end
         self._calls = _meet(folder / "calls")
         self._calling = asyncio.Lock()
-        self._epoch = 0
+        self._epoch = first_epoch
         self._channel: SendChannel | None = None
         self._pieces: CallConnection | None = None
 

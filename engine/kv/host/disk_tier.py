@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.host.arena import HostArena, HostBlock
+from engine.kv.host.block_time import BlockTime
 from engine.kv.host.disk import DiskBlock, DiskFiles, Row
 from engine.kv.host.lane import Lane
 from engine.kv.index import IndexChanges
@@ -23,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED_BYTES = 2**28
 _GROUP_BYTES = 2**25  # of a file, at most
-_PRIOR_BYTES_S = 1e9
-_LEARNING_RATE = 0.2
+_HOPED_BYTES_S = 10e9  # of a read
 _REFRESH_S = 1.0
 
 
@@ -47,7 +47,7 @@ class DiskTier:
     def __init__(self, files: DiskFiles, arena: HostArena) -> None:
         self._files = files
         self._arena = arena
-        self.block_s = arena.block_bytes / _PRIOR_BYTES_S  # predicted, of reading
+        self.read_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S)
         self.num_loaded = 0
         self._read_s = 0.0
         self._num_written = self._num_dropped = 0
@@ -122,7 +122,7 @@ class DiskTier:
         """Predicted time until so many more would be read."""
         since_s = self._read_since_s
         stalled_s = 0.0 if since_s is None else time.monotonic() - since_s
-        return stalled_s + self.block_s * (self.num_reading + num_blocks)
+        return stalled_s + self.read_time.predicted_s * (self.num_reading + num_blocks)
 
     def post(self, job: Callable[[], None]) -> None:
         """Runs a job that reads, on the reading thread."""
@@ -135,7 +135,7 @@ class DiskTier:
         self._read_since_s = None
         took_s = time.monotonic() - began_s
         self._read_s += took_s
-        self.block_s += _LEARNING_RATE * (took_s - self.block_s)
+        self.read_time.learn(took_s)
         return is_read
 
     def forget(self, block: DiskBlock) -> None:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from engine.kv.host.arena import HostArena, HostBlock
+from engine.kv.host.block_time import BlockTime
 from engine.kv.host.disk import DiskBlock
 from engine.kv.host.disk_tier import DiskStatistics, DiskTier
 from engine.kv.host.lane import Lane
@@ -39,10 +40,10 @@ Problem = Literal["corrupt", "gone", "failed"]
 _NUM_PIECES = 16  # of a load: each shows that it gets on
 _PIECE_BYTES = 2**20  # at least, as far as there is so much
 _MAX_WRITING_SHARE = 4  # at most 1/4 of the arena is being written by one worker
-# Until a load was measured: slow enough for any memory.
-_PRIOR_BYTES_S = 2e9
+_HOPED_BYTES_S = (
+    50e9  # of a load; one that is slower costs little (engine/scheduling/host_loads.py)
+)
 _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
-_LEARNING_RATE = 0.2
 _COUNT_EVERY_S = 0.1
 _FIRST_SHARE, _NUM_FIRST_RUNS = 4, 16  # before anything was found, 1/4 is stored, in so many runs
 _TRIED_SHARE = 16  # where nothing is found any more, 1/16 of what is evicted is stored
@@ -156,7 +157,7 @@ class HostTier:
         self._saving: set[bytes] = set()
         self._loads: list[HostLoad] = []
         self._num_loading = 0  # blocks, of `_loads`
-        self._block_s = arena.block_bytes / _PRIOR_BYTES_S
+        self._load_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._num_in_vain = 0  # blocks evicted since a worker has found one
         self._num_hits = arena.num_hits
@@ -277,17 +278,22 @@ class HostTier:
         found = self.look(hashes)
         if found:
             self._arena.touch([block.block_hash for block in found])
-            self._arena.note_hit()
+            self.note_hit()
         return found
+
+    def note_hit(self) -> None:
+        """Storing is worth while: all that is evicted next is stored."""
+        self._arena.note_hit()
 
     def levels(self) -> list[StoredLevel]:
         """What others may know of where blocks are; none if nothing can be loaded. Any thread."""
         if self._is_off:
             return []
-        host = StoredLevel(self._arena.place, self._published, self._block_s, _LOAD_FLOOR_S)
+        block_s = self._load_time.predicted_s
+        host = StoredLevel(self._arena.place, self._published, block_s, _LOAD_FLOOR_S)
         if self._disk is None:
             return [host]
-        block_s = self._block_s + self._disk.block_s
+        block_s += self._disk.read_time.predicted_s
         return [host, StoredLevel(self._disk.place, self._disk, block_s, _LOAD_FLOOR_S)]
 
     @staticmethod
@@ -297,7 +303,7 @@ class HostTier:
 
     def load_seconds(self, blocks: Sequence[HostBlock | DiskBlock]) -> float:
         """Predicted time until these blocks would be loaded, after those under way."""
-        host_s = _LOAD_FLOOR_S + self._block_s * (self._num_loading + len(blocks))
+        host_s = _LOAD_FLOOR_S + self._load_time.predicted_s * (self._num_loading + len(blocks))
         num_on_disk = self.num_on_disk(blocks)
         if self._disk is None or num_on_disk == 0:
             return host_s
@@ -385,8 +391,7 @@ class HostTier:
         blocks, block_ids = load.blocks[first:end], load.block_ids[first:end]
         began_s = time.perf_counter()
         digests = copy([block.slot for block in blocks], block_ids)
-        block_s = (time.perf_counter() - began_s) / len(blocks)
-        self._block_s += _LEARNING_RATE * (block_s - self._block_s)
+        self._load_time.learn((time.perf_counter() - began_s) / len(blocks))
         for block, digest in zip(blocks, digests, strict=True):
             if not self._arena.is_unchanged(block):
                 load.problem = "gone"

@@ -86,6 +86,7 @@ def state(
         pending={"short": pending[0], "long": pending[1]},
         workers=list(loads),
         moves=list(moves),
+        step_costs=None,
     )
     view = LapsView(
         model="laps-demo",

@@ -61,6 +61,7 @@ def _status(
         pending={"short": pending[0], "long": pending[1]},
         workers=workers,
         moves=moves or [],
+        step_costs=None,
     )
 
 

@@ -185,6 +185,7 @@ def test_a_gap_in_the_reports_asks_for_all() -> None:
 def test_fitted_costs_replace_the_first_guess_and_better_known_ones_those() -> None:
     world = _World()
     guess = world.route(900).work_s
+    assert world.router.status().step_costs is None
     fitted = msgspec.structs.replace(PRIOR, num_samples=64)
     better = msgspec.structs.replace(PRIOR, floor_s=1.0, num_samples=65)
     for costs, expected in [
@@ -195,6 +196,7 @@ def test_fitted_costs_replace_the_first_guess_and_better_known_ones_those() -> N
     ]:
         world.router.learn("prefill-1", CacheReport(costs=costs))
         assert world.route(900).work_s == expected != guess
+    assert world.router.status().step_costs == better
 
 
 def test_seconds_that_a_worker_predicts_are_taken_over_its_tokens() -> None:

@@ -8,7 +8,8 @@ from threading import Event
 import pytest
 import torch
 
-from engine.kv.host.arena import HostArena
+from engine.cost_model import PRIOR
+from engine.kv.host.arena import HostArena, HostBlock
 from engine.kv.host.movers import BlockMover, build_mover
 from engine.kv.host.shared_file import FOLDER, PREFIX
 from engine.kv.host.tier import HostLoad, HostTier
@@ -74,6 +75,16 @@ class StoppedMover:
             return copy(slots, block_ids)
 
         return load
+
+
+class NoMover:
+    """Of a tier that is only asked."""
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
+        raise NotImplementedError
+
+    def begin_load(self) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -257,6 +268,41 @@ def test_what_another_worker_finds_counts_as_found(world: World) -> None:
     world.settle()
     other.close()
     assert world.tier.statistics().num_skipped == 0
+
+
+@pytest.mark.parametrize("num_bytes", [2**14, 2359296], ids=["small", "of 8 billion parameters"])
+def test_a_tier_that_has_loaded_nothing_yet_is_tried(num_bytes: int) -> None:
+    """Else it would never learn how fast it is."""
+    name = f"test-tier-{os.getpid()}-{random.randrange(2**32)}"
+    arena = HostArena(name, num_bytes=2**24, block_bytes=num_bytes, fingerprint=bytes(16))
+    tier = HostTier(arena, NoMover())
+    num_blocks = 64
+    blocks = [HostBlock(0, 0, name_of(number), 0) for number in range(num_blocks)]
+    assert tier.load_seconds(blocks) < 0.5 * PRIOR.seconds(16 * num_blocks, 0)
+    tier.close()
+
+
+def test_a_load_that_was_held_up_is_not_the_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("engine.kv.host.tier.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("engine.kv.host.block_time.time.monotonic", lambda: now_s)
+
+    def hold_up() -> None:
+        nonlocal now_s
+        now_s += 5.0
+
+    world.save([1])
+    world.settle()
+    blocks = world.arena.find([name_of(1)])
+    at_first_s = world.tier.load_seconds(blocks)
+    world.mover.before_piece = hold_up
+    world.load([1], [20])
+    world.settle()
+    assert world.tier.load_seconds(blocks) > 0.5, "who has just seen that does not wait for it"
+    now_s += 60.0
+    assert world.tier.load_seconds(blocks) == at_first_s
 
 
 def test_progress_is_told_from_other_threads(world: World) -> None:

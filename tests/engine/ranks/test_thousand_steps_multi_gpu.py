@@ -53,25 +53,33 @@ Work = list[tuple[list[int], SamplingParams]]
 
 
 @pytest.fixture(
-    scope="module",
     params=[
-        pytest.param("cpu", marks=[pytest.mark.slow, pytest.mark.nightly]),
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.multi_gpu,
-                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-            ],
+        pytest.param(("cpu", 2), marks=[pytest.mark.slow, pytest.mark.nightly], id="cpu"),
+        *(
+            pytest.param(
+                ("cuda", size),
+                marks=[
+                    pytest.mark.multi_gpu,
+                    pytest.mark.skipif(
+                        torch.cuda.device_count() < size, reason=f"needs {size} GPUs"
+                    ),
+                ],
+                id=f"{size}-ranks",
+            )
+            for size in (2, 4)
         ),
     ],
 )
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def place(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """The device, and the number of ranks."""
+    place: tuple[str, int] = request.param
+    return place
 
 
 @pytest.fixture
-def ranks(device: str, tmp_path: Path) -> Iterator[RankProcesses]:
-    with RankProcesses(2, tmp_path, device) as started:
+def ranks(place: tuple[str, int], tmp_path: Path) -> Iterator[RankProcesses]:
+    device, size = place
+    with RankProcesses(size, tmp_path, device) as started:
         yield started
 
 
@@ -108,9 +116,9 @@ def _work(rng: random.Random) -> Work:
 
 
 def test_all_ranks_have_the_same_digest_of_a_thousand_mixed_steps(
-    ranks: RankProcesses, device: str
+    ranks: RankProcesses, place: tuple[str, int]
 ) -> None:
-    settings = SETTINGS | (ON_GPUS if device == "cuda" else {})
+    settings = SETTINGS | (ON_GPUS if place[0] == "cuda" else {})
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -44,6 +44,7 @@ class FakeOpenAI:
     ready: Reply = field(default_factory=Reply)
     max_model_len: int | None = None
     tells_ids: bool = True
+    pages: dict[str, dict[str, Any]] = field(default_factory=dict)  # other paths, as JSON
     url: str = ""
     seen: list[Seen] = field(default_factory=list)
 
@@ -77,8 +78,10 @@ class FakeOpenAI:
             await writer.wait_closed()
 
     async def _route(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
-        if path == "/ready":
+        if path in ("/ready", "/health"):
             await _whole(writer, self.ready, {"status": "ready"})
+        elif path in self.pages:
+            await _whole(writer, Reply(), self.pages[path])
         elif path == "/v1/models":
             model = {"id": self.model, "max_model_len": self.max_model_len}
             await _whole(writer, Reply(), {"object": "list", "data": [model]})

@@ -84,3 +84,22 @@ def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     for process, stage in [("receiver", "pieces:write"), ("sender", "pieces:read")]:
         timed = [line for line in lines if line.startswith(f"|{process}|{stage}|1.0|")]
         assert len(timed) == 2
+
+
+@pytest.mark.slow
+def test_all_pairs_hand_over_at_the_same_time(tmp_path: Path) -> None:
+    written = tmp_path / "pairs.json"
+    command = [sys.executable, "-m", "load_tests.lab.bench_channel_pairs", "--device", "cpu"]
+    command += ["--prefill", "2", "--decode", "2", "--tokens", "33", "--seconds", "0.02"]
+    command += ["--json", str(written)]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
+    figures = json.loads(written.read_text())["pairs"]
+    pairs = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for is_alone in (True, False):
+        some = [one for one in figures if one["is_alone"] is is_alone]
+        assert sorted((one["prefill"], one["decode"]) for one in some) == pairs
+    assert {one["num_bytes"] for one in figures} == {3 * QWEN3_8B.block_bytes}
+    lines = run.stdout.decode().splitlines()
+    assert sum(line.startswith("RESULT ") for line in lines) == len(figures) == 8
+    total = sum(one["gb_s"] for one in figures if not one["is_alone"])
+    assert lines[-1].endswith(f"| {total:.2f} |") or f" {total:.2f} " in lines[-1]

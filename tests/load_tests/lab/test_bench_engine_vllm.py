@@ -101,7 +101,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> CountingVllm:
     counting = CountingVllm()
     monkeypatch.setitem(sys.modules, "vllm", counting)
     monkeypatch.setattr(os, "environ", {"VLLM_USE_FLASHINFER_SAMPLER": "1"})
-    clock = SimpleNamespace(perf_counter=lambda: counting.now_s)
+    clock = SimpleNamespace(perf_counter=lambda: counting.now_s, sleep=lambda _: None)
     monkeypatch.setattr(bench_engine_vllm, "time", clock)
     return counting
 

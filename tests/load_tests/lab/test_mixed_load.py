@@ -11,9 +11,10 @@ import pytest
 
 from engine.messages import LoadReport, TokenRecord
 from engine.request import RequestKey
-from load_tests.lab.mixed_http import serve_over_http
+from load_tests.lab.mixed_http import Asking, HttpClients, serve_over_http
 from load_tests.lab.open_loop import TokenReader
 from load_tests.mixed_load import Arrival, MixedLoad, Served, Stamps
+from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
 SEED = random.SystemRandom().randrange(2**32)
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=1, num_blocks=1)
@@ -201,6 +202,32 @@ def test_the_reason_of_a_client_that_fails_is_told(url: str) -> None:
 def test_the_reason_comes_before_those_who_waited_for_the_one_that_failed(url: str) -> None:
     with pytest.raises(ConnectionError, match="HTTP 503"):
         serve_over_http(f"{url}fourth", short_load(3), 100, num_clients=4)
+
+
+def test_clients_that_failed_serve_the_next_load(url: str) -> None:
+    with HttpClients(2) as clients:
+        with pytest.raises(ConnectionError, match="429"):
+            clients.serve(f"{url}refuses", short_load(3), 100, Asking())
+        served = clients.serve(url, short_load(3), 100, Asking())
+    assert [one.arrival for one in served] == short_load(3).arrivals()
+
+
+@pytest.mark.parametrize("says_priority", [True, False])
+def test_a_server_is_told_priorities_where_it_takes_them(says_priority: bool) -> None:
+    load = MixedLoad(rate=100.0, duration_s=0.3, seed=7, num_output_tokens=1, shrink=64)
+    with running(FakeOpenAI()) as fake, HttpClients(1) as clients:
+        clients.serve(fake.url, load, 100, Asking(says_priority=says_priority))
+    told = sorted((len(one.body["prompt"]), one.body.get("priority")) for one in fake.seen)
+    ranks = {"short": 0, "long": 1}
+    assert told == sorted(
+        (a.num_tokens, ranks[a.length_class] if says_priority else None) for a in load.arrivals()
+    )
+
+
+def test_an_answer_without_an_end_is_not_waited_for_for_ever() -> None:
+    held = FakeOpenAI(script=lambda number, body: Reply(waits_for=lambda: False))
+    with running(held), HttpClients(1) as clients, pytest.raises(ConnectionError, match="Timeout"):
+        clients.serve(held.url, short_load(1), 100, Asking(patience_s=0.05))
 
 
 @pytest.mark.parametrize("num_clients", [1, 2])

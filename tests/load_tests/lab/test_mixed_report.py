@@ -122,6 +122,13 @@ def test_the_search_ends_close_below_the_truth(start: list[float]) -> None:
     assert len(good) < 20
 
 
+def test_a_search_in_which_nothing_is_good_ends() -> None:
+    good = {50.0: False}
+    while (rate := next_rate(good, 0.05)) is not None:
+        good[rate] = False
+    assert 0.08 * 50.0 < min(good) <= 0.1 * 50.0
+
+
 def test_a_good_rate_above_a_bad_one_does_not_count() -> None:
     assert next_rate({10.0: False, 20.0: True}, 0.05) == 8.0
 
