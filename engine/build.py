@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.build_drafting import RankDrafting, build_drafting, build_head
-from engine.build_host_tier import BelowDevice, OwnTier, build_below_device
+from engine.build_host_tier import BelowDevice, OwnTier, build_below_device, staged_blocks
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -245,13 +245,13 @@ def build_engine(
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
-        measured = _build_measured(*given, sends_blocks=role == "prefill")
+        measured = _build_measured(*given, role=role)
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
         stores = _share_stores(comm, role, spec, store, whole)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(config, role, key, spec, store, whole, comm)
+        below = build_below_device(config, role, key, spec, store, whole, comm, measured.num_staged)
     _forget_counts(executor, compilations)
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
@@ -315,7 +315,7 @@ def _build_measured(
     model: CausalLM | None,
     grammars: Grammars,
     *,
-    sends_blocks: bool,
+    role: Role,
 ) -> Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
     layout, kv_scales = kv
@@ -329,14 +329,13 @@ def _build_measured(
     )
     footprint = Footprint.of(part, layout, held_bytes, element_bytes)
     sizes = value_of_first(comm, choose_sizes(config, device, footprint))
+    gpu_bytes = device.memory_bytes if device.is_gpu else 0
+    num_staged = staged_blocks(config, role, layout, gpu_bytes)
+    given = config, part, layout, sizes, model, grammars
     replica = Replica(
-        config,
-        part,
-        layout,
-        sizes,
-        model,
-        grammars,
-        sends_blocks=sends_blocks,
+        *given,
+        sends_blocks=role == "prefill",
+        num_beside=num_staged,
         comm=comm,
         kv_scales=kv_scales,
     )
@@ -362,6 +361,7 @@ def _build_measured(
         graph_token_sizes=replica.graph_token_sizes,
         verify_token_sizes=replica.verify_token_sizes,
         sizes=sizes,
+        num_staged=num_staged,
         head=head,
     )
 

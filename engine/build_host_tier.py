@@ -16,6 +16,7 @@ from engine.kv.host.disk import DiskFiles
 from engine.kv.host.disk_tier import DiskTier
 from engine.kv.host.rank_tier import RankTier
 from engine.kv.host.shared_file import name_for
+from engine.kv.host.staging import num_staged_blocks
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
@@ -48,6 +49,18 @@ class BelowDevice:
         return [RankTier(tier, rank * num_blocks) for rank in range(num_ranks)]
 
 
+def staged_blocks(config: AppConfig, role: Role, layout: KvLayout, gpu_bytes: int) -> int:
+    """Blocks of a GPU's memory that a host tier takes beside the store.
+
+    gpu_bytes: all memory of the GPU; 0 = there is none.
+    """
+    return num_staged_blocks(layout.block_bytes, gpu_bytes) if _has_tier(config, role) else 0
+
+
+def _has_tier(config: AppConfig, role: Role) -> bool:
+    return config.cache.host_gib > 0 and role != "decode"
+
+
 def build_below_device(
     config: AppConfig,
     role: Role,
@@ -56,21 +69,23 @@ def build_below_device(
     store: KvStore,
     whole: KvLayout,
     comm: Comm,
+    num_staged: int,
 ) -> BelowDevice:
-    """Every rank calls it at the same point. Raises ConfigError if there is no room for the arena,
-    or it is another model's, and WorkerError if another rank could not take part.
+    """Every rank calls it at the same point; num_staged: from `staged_blocks`. Raises ConfigError
+    if there is no room for the arena, or on the GPU, or the arena is another model's, and
+    WorkerError if another rank could not take part.
 
     A decode worker has none: its reservations look for blocks on the device only, and what arrives
     is written by streams and processes that wait for steps, but not for copies of evicted blocks.
     """
-    if config.cache.host_gib == 0 or role == "decode":
+    if not _has_tier(config, role):
         return BelowDevice()
     size = comm.rank.size
     parts: BlockParts | OwnBlocks = BlockParts(whole, size)
     if spec.has_dp_attention:
         parts = OwnBlocks(store.num_blocks, size)
     if comm.rank.index > 0:
-        mover = share_arena(comm, None, store, parts)
+        mover = share_arena(comm, None, store, parts, num_staged)
         return BelowDevice(parts=parts, part=parts.follow(comm.rank.index, mover))
     num_parts = parts.num_parts
     described = whole if num_parts == 1 else (whole, num_parts)
@@ -82,7 +97,7 @@ def build_below_device(
         fingerprint=fingerprint,
     )
     try:
-        mover = share_arena(comm, arena, store, parts)
+        mover = share_arena(comm, arena, store, parts, num_staged)
         disk = _build_disk_tier(config, block_key + fingerprint, arena)
     except BaseException:
         arena.close()  # else the file stays as long as this process, which lives on to say why

@@ -75,11 +75,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.speculation.acceptance": (),
     "engine.speculation.ngram": (),
     "engine.speculation.rules": (),
+    "engine.speculation.surcharge": (),
     "engine.speculation.gates": ("engine.speculation.rules",),
     "engine.speculation.controller": (
         "engine.cost_model",
         "engine.speculation.gates",
         "engine.speculation.rules",
+        "engine.speculation.surcharge",
     ),
     "engine.speculation.drafter": (
         "engine.cost_model",

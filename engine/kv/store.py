@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.kv.digests import BlockDigests
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.shared_memory import MemoryOffer, SharedMemory
-from kernels.kv.digest import block_digests, host_digest, write_blocks
+from kernels.kv.digest import block_digests, copy_blocks, host_digest, write_blocks
 
 # One size for all: torch caches page-locked memory by size, and allocating more takes milliseconds.
 _MIN_NUMBERS = 4096
@@ -166,6 +166,14 @@ class KvStore:
         """
         staged = self._words_of(data)
         return write_blocks(self._words, staged, self._weights, block_ids)
+
+    def queue_copies(self, block_ids: Tensor, copies: Tensor, rows: Tensor) -> Tensor:
+        """Copy blocks to `rows` of `copies`; returns their `queue_digests`.
+
+        copies: contiguous uint8 [any, block_bytes] on the store's device. block_ids and rows: from
+        `index`, equally many; rows are distinct.
+        """
+        return copy_blocks(self._words, self._weights, block_ids, self._words_of(copies), rows)
 
     def digest_staged(self, data: Tensor) -> list[int]:
         """Digest of each of n blocks held outside the store, computed on the store's device.

@@ -1,7 +1,8 @@
 """The two ends of a model, which the ranks share by token ids: embedding and head.
 
     embedding   a rank looks up the ids that it holds, zeros for the others; the sum is everyone's
-    head        a rank computes its ids' logits; all ranks gather all of them
+    head        a rank computes its ids' logits; the ranks tell each other the best of them alone,
+                or gather all of them, where a row needs more
 
 Every rank's share is padded to the same number of ids; logits of the padding are dropped.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 from engine.layers.context import Comm
 from engine.layers.linear import Linear
 from engine.ranks.rank import Rank
+from kernels.sampling.rows import GreedyChoice, best_words, greedy, greedy_of_words
 
 
 class Embedding(Protocol):
@@ -31,10 +33,18 @@ class Embedding(Protocol):
 
 
 class Head(Protocol):
-    """Hidden states to logits."""
+    """Hidden states to logits, and these to the best tokens."""
 
-    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
-        """hidden: [S, hidden]; returns [S, vocab], on every rank."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden]; returns [S, ids], of the ids whose rows this rank holds."""
+        ...
+
+    def whole_logits(self, own: Tensor, comm: Comm) -> Tensor:
+        """own: every rank's `own_logits`; returns [S, vocab], on every rank; may be `own`."""
+        ...
+
+    def best_tokens(self, own: Tensor, comm: Comm) -> GreedyChoice:
+        """As `greedy` of `whole_logits`, on every rank. Can be captured in a CUDA graph."""
         ...
 
 
@@ -87,36 +97,52 @@ class WholeHead:
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
 
-    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         return self._linear(hidden)
+
+    def whole_logits(self, own: Tensor, comm: Comm) -> Tensor:
+        return own
+
+    def best_tokens(self, own: Tensor, comm: Comm) -> GreedyChoice:
+        return greedy(own)
 
 
 class SharedHead:
-    __slots__ = ("_linear", "_num_ids")
+    __slots__ = ("_first", "_linear", "_num_own", "_shares")
 
-    def __init__(self, linear: Linear, num_ids: list[int]) -> None:
-        """linear: hidden -> logits of this rank's padded ids. num_ids: of each rank's real ones."""
+    def __init__(self, linear: Linear, shares: list[slice], own: int) -> None:
+        """linear: hidden -> logits of the padded ids of rank `own`. shares: ids of each rank."""
         self._linear = linear
-        self._num_ids = num_ids
+        self._shares = shares
+        self._first = shares[own].start
+        self._num_own = shares[own].stop - shares[own].start
 
-    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
-        own = self._linear(hidden)
-        by_rank = comm.all_gather(own).view(len(self._num_ids), *own.shape)
-        parts = zip(by_rank, self._num_ids, strict=True)
-        return torch.cat([part[:, :num_ids] for part, num_ids in parts], dim=1)
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self._linear(hidden)
+
+    def whole_logits(self, own: Tensor, comm: Comm) -> Tensor:
+        by_rank = comm.all_gather(own).view(len(self._shares), *own.shape)
+        parts = zip(by_rank, self._shares, strict=True)
+        return torch.cat([part[:, : ids.stop - ids.start] for part, ids in parts], dim=1)
+
+    def best_tokens(self, own: Tensor, comm: Comm) -> GreedyChoice:
+        words = best_words(own[:, : self._num_own], self._first)
+        return greedy_of_words(comm.all_gather(words).view(len(self._shares), len(words)))
 
 
 class CappedHead:
     """A head whose logits x become cap * tanh(x / cap)."""
 
-    __slots__ = ("_cap", "_head")
+    __slots__ = ("_cap", "_head", "best_tokens", "whole_logits")
 
     def __init__(self, head: Head, cap: float) -> None:
         self._head = head
         self._cap = cap
+        self.whole_logits = head.whole_logits
+        self.best_tokens = head.best_tokens
 
-    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
-        return self._head(hidden, comm).div_(self._cap).tanh_().mul_(self._cap)
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self._head.own_logits(hidden).div_(self._cap).tanh_().mul_(self._cap)
 
 
 def build_embedding(weight: Tensor, vocab_size: int, rank: Rank) -> Embedding:
@@ -131,4 +157,4 @@ def build_head(linear: Linear, vocab_size: int, rank: Rank) -> Head:
     if rank.size == 1:
         return WholeHead(linear)
     shares = [Rank(index, rank.size).padded_share(vocab_size) for index in range(rank.size)]
-    return SharedHead(linear, [share.stop - share.start for share in shares])
+    return SharedHead(linear, shares, rank.index)

@@ -50,6 +50,7 @@ from engine.models.weight_files import read_header, weight_files
 from engine.models.weights import LayerWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
+from kernels.sampling.rows import GreedyChoice, greedy
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Of a token that the head does not know: below every logit, and finite in all dtypes, so that rows
@@ -297,10 +298,16 @@ class DraftHead:
         self._ids = ids
         self._vocab_size = vocab_size
 
-    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
-        known = self._head(hidden, comm)
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self._head.own_logits(hidden)
+
+    def whole_logits(self, own: Tensor, comm: Comm) -> Tensor:
+        known = self._head.whole_logits(own, comm)
         logits = known.new_full((len(known), self._vocab_size), UNKNOWN_LOGIT)
         return logits.index_copy_(1, self._ids, known)
+
+    def best_tokens(self, own: Tensor, comm: Comm) -> GreedyChoice:
+        return greedy(self.whole_logits(own, comm))
 
 
 def build_eagle3(

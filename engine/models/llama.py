@@ -49,6 +49,7 @@ from kernels.attention.latent import LatentShape
 from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
+from kernels.sampling.rows import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -267,12 +268,27 @@ class CausalLM:
         return replace(result, hidden=hidden, exported=exported)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
-        """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
+        """`whole_logits` of `own_logits`."""
+        return self.whole_logits(self.own_logits(hidden), comm)
 
-        comm: as in the context of `forward`. A model that makes embeddings has no head: it returns
-        `hidden`.
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, ids] in its dtype.
+
+        Those of the ids whose rows of the head this rank holds. A model that makes embeddings has
+        no head: it returns `hidden`.
         """
-        return self._head(hidden, comm)
+        return self._head.own_logits(hidden)
+
+    def whole_logits(self, own: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
+        """own: of `own_logits` on every rank; returns [S, vocab] on every rank.
+
+        comm: as in the context of `forward`.
+        """
+        return self._head.whole_logits(own, comm)
+
+    def best_tokens(self, own: Tensor, comm: Comm = SINGLE_RANK) -> GreedyChoice:
+        """The best token of each line, for which no rank needs another's logits; as above."""
+        return self._head.best_tokens(own, comm)
 
 
 def _side_by_side(export: Export, entering: Mapping[int, Tensor], final: Tensor) -> Tensor:

@@ -155,22 +155,23 @@ def share_arena(
     arena: HostArena | None,
     store: KvStore,
     parts: BlockParts | OwnBlocks,
+    num_staged: int,
 ) -> BlockMover:
     """A mover of this rank's part of the blocks in rank 0's arena, or of its own blocks.
 
-    arena: on rank 0. Every rank calls it once, before its first step. Raises ConfigError, and
-    WorkerError if rank 0's memory cannot be mapped.
+    arena: on rank 0. num_staged: see `build_mover`. Every rank calls it once, before its first
+    step. Raises ConfigError, and WorkerError if rank 0's memory cannot be mapped.
     """
     if comm.rank.size == 1:
         assert arena is not None, "the only rank is the first"
-        return build_mover(store, arena.blocks)
+        return build_mover(store, arena.blocks, num_staged)
     if isinstance(parts, BlockParts):
         store.hold_part(parts.of_ranks[comm.rank.index])
     nothing = ArenaOffer(pid=0, fd=0, blocks_at=0, num_blocks=0, block_bytes=0)
     offer = value_of_first(comm, nothing if arena is None else arena.offer)
     blocks: Rows = attach_blocks(offer) if arena is None else arena.blocks
     meet(comm)  # until all have mapped it
-    mover = build_mover(store, blocks.reshape(-1, store.layout.block_bytes))
+    mover = build_mover(store, blocks.reshape(-1, store.layout.block_bytes), num_staged)
     if isinstance(parts, OwnBlocks):
         return mover
     return PartMover(mover, parts.place_of(comm.rank.index), parts.num_parts)

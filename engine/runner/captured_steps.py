@@ -24,7 +24,6 @@ from engine.runner.two_batches import TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
-from kernels.sampling.rows import greedy
 
 
 class CapturedSteps:
@@ -69,8 +68,7 @@ class CapturedSteps:
         assert self._attention.can_capture, "the decode backend cannot be captured"
 
         def output(size: GraphSize, result: ForwardResult) -> GraphOutput:
-            logits = self._model.logits(result.hidden, self._comm)
-            return self._output(buffers, size, logits, None, None)
+            return self._output(buffers, size, result.hidden, None, None)
 
         return self._split_graphs("split decode", sizes, buffers, two_batches, output)
 
@@ -82,10 +80,10 @@ class CapturedSteps:
 
         def output(size: GraphSize, result: ForwardResult) -> GraphOutput:
             lines = buffers.on_device("logit_indices", size.num_lines)
-            logits = self._model.logits(result.hidden.index_select(0, lines), self._comm)
+            hidden = result.hidden.index_select(0, lines)
             _, slots = _places(buffers, size)
             is_finite = _of_tokens(result.is_finite, size, slots)
-            return self._output(buffers, size, logits, is_finite, None)
+            return self._output(buffers, size, hidden, is_finite, None)
 
         return self._split_graphs("split verify", sizes, buffers, two_batches, output)
 
@@ -172,17 +170,15 @@ class CapturedSteps:
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
         result = self._forward(size)(self._ids(buffers, size), ctx)
-        logits = self._model.logits(result.hidden, ctx.comm)
-        return self._output(buffers, size, logits, None, result.exported)
+        return self._output(buffers, size, result.hidden, None, result.exported)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
         indices = buffers.on_device("logit_indices", size.num_lines)
         forward = self._forward(size)
         result = forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
-        logits = self._model.logits(result.hidden, ctx.comm)
         is_finite = _of_tokens(result.is_finite, size, ctx.slots)
-        return self._output(buffers, size, logits, is_finite, result.exported)
+        return self._output(buffers, size, result.hidden, is_finite, result.exported)
 
     def _forward(self, size: GraphSize) -> Callable[..., ForwardResult]:
         """`CausalLM.forward`, or the same in two streams."""
@@ -194,16 +190,17 @@ class CapturedSteps:
         self,
         buffers: StepBuffers,
         size: GraphSize,
-        logits: Tensor,
+        hidden: Tensor,
         is_finite_token: Tensor | None,
         exported: Tensor | None,
     ) -> GraphOutput:
         """Store each line's best token as its row's newest; a different choice overwrites it."""
-        choice = greedy(logits)
+        own_logits = self._model.own_logits(hidden)
+        choice = self._model.best_tokens(own_logits, self._comm)
         rows = buffers.on_device("sampled_rows", size.num_lines)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
         return GraphOutput(
-            logits=logits,
+            own_logits=own_logits,
             greedy=choice,
             drawn=drawn,
             is_finite_token=is_finite_token,

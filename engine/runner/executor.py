@@ -54,6 +54,7 @@ from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
+from engine.sampling.sampled import SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens
@@ -445,7 +446,7 @@ class Executor:
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
-            logits=self._logits(hidden) if samples else None,
+            own_logits=self.model.own_logits(hidden) if samples else None,
             replayed=None,
             is_finite_token=result.is_finite,
             exported=result.exported,
@@ -462,7 +463,7 @@ class Executor:
         hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
         return ComputedStep(
             batch=batch,
-            logits=self._logits(hidden) if len(batch.sampling) > 0 else None,
+            own_logits=self.model.own_logits(hidden) if len(batch.sampling) > 0 else None,
             replayed=None,
             is_finite_token=result.is_finite,
             prompt=self._rows.prompt_logprobs.read(chunks, batch, result.hidden),
@@ -475,7 +476,7 @@ class Executor:
         output = graphs.replay(size, batch.attention).first(num_sampled, batch.end_token)
         return ComputedStep(
             batch=batch,
-            logits=output.logits if num_sampled else None,
+            own_logits=output.own_logits if num_sampled else None,
             replayed=output,
             is_finite_token=output.is_finite_token,
             exported=output.exported,
@@ -488,16 +489,13 @@ class Executor:
         """
         batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
         prompt = computed.prompt
-        if computed.logits is None:
+        if computed.own_logits is None:
             return StepTensors(drawn=None, is_finite_token=flags, prompt=prompt)
-        choice = replayed.greedy if replayed else None
         row_list = batch.sampled_row_list
+        sampled = self._sample_rows(computed.own_logits, computed, drafts)
         if drafts is None:
-            sampled = self._rows.sampler.sample(computed.logits, row_list, choice)
             self._rows.tokens.count_sampled(batch.rows[batch.sampling])
         else:
-            given = row_list, choice, drafts, batch.behind
-            sampled = self._rows.sampler.sample(computed.logits, *given)
             advancing = [row for row in row_list if row not in drafts]
             if advancing:
                 self._rows.tokens.count_sampled(np.array(advancing, dtype=np.int64))
@@ -517,6 +515,20 @@ class Executor:
             is_finite_token=flags,
             prompt=prompt,
         )
+
+    def _sample_rows(
+        self, own: Tensor, computed: ComputedStep, drafts: dict[int, list[int]] | None
+    ) -> SampledTensors:
+        """Of lines whose best tokens are enough, the ranks do not gather the logits."""
+        batch, replayed, sampler = computed.batch, computed.replayed, self._rows.sampler
+        rows, choice = batch.sampled_row_list, replayed.greedy if replayed else None
+        if sampler.is_plain(rows):
+            best = self.model.best_tokens(own, self._comm) if choice is None else choice
+            return sampler.take(rows, best)
+        logits = self.model.whole_logits(own, self._comm)
+        if drafts is None:
+            return sampler.sample(logits, rows, choice)
+        return sampler.sample(logits, rows, choice, drafts, batch.behind)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)

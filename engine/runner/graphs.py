@@ -108,8 +108,8 @@ _REPORT_EVERY = 8
 class GraphOutput:
     """The outputs that a step leaves on the device."""
 
-    # [S, vocab]  one line for each row that samples
-    logits: Tensor
+    # [S, ids]  of `CausalLM.own_logits`; one line for each row that samples
+    own_logits: Tensor
     greedy: GreedyChoice
     # [S] int32  `greedy` for the host; these tokens are stored as the rows' newest already
     drawn: Tensor
@@ -123,7 +123,7 @@ class GraphOutput:
         if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
             return self  # nothing is padding, and making a view costs as much as a launch
         return GraphOutput(
-            logits=self.logits[:num_sampled],
+            own_logits=self.own_logits[:num_sampled],
             greedy=GreedyChoice(
                 token_ids=self.greedy.token_ids[:num_sampled],
                 is_finite=self.greedy.is_finite[:num_sampled],

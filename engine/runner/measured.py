@@ -17,4 +17,5 @@ class Measured:
     graph_token_sizes: tuple[int, ...]
     verify_token_sizes: tuple[int, ...]
     sizes: StepSizes
+    num_staged: int = 0  # blocks of a GPU's memory that are left for its host tier
     head: FeatureHead | None = None  # that drafts

@@ -63,24 +63,25 @@ def num_blocks_that_fit(
     trial_blocks: int,
     block_bytes: int,
     share: float,
+    num_beside: int = 0,
     comm: Comm = SINGLE_RANK,
 ) -> int:
     """The number of KV blocks that fit in `share` of the memory of each rank's GPU.
 
-    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks.
-    Raises ConfigError when less than the trial's own blocks fit.
+    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks. `num_beside`: of
+    blocks that others will take. Raises ConfigError when less than the trial's own blocks fit.
     """
     run_trial()
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    taken_bytes = total_bytes - free_bytes - trial_blocks * block_bytes
+    taken_bytes = total_bytes - free_bytes + (num_beside - trial_blocks) * block_bytes
     num_blocks = least(comm, int(share * total_bytes - taken_bytes) // block_bytes)
     if num_blocks < trial_blocks:
         raise ConfigError(
             f"cache.gpu_memory_utilization: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves"
             f" room for {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of"
-            f" weights, activations and graphs; one step needs {trial_blocks}. Raise it, lower"
-            " scheduler.max_num_batched_tokens or max_num_seqs, or use a smaller model"
+            f" weights, activations, graphs and staged blocks; one step needs {trial_blocks}. Raise"
+            " it, lower scheduler.max_num_batched_tokens or max_num_seqs, or use a smaller model"
         )
     gc.collect()
     torch.cuda.empty_cache()
@@ -137,6 +138,7 @@ class Replica:
         matchers: Matchers | None = None,
         *,
         sends_blocks: bool = False,
+        num_beside: int = 0,
         comm: Comm = SINGLE_RANK,
         kv_scales: Tensor | None = None,
     ) -> None:
@@ -144,8 +146,9 @@ class Replica:
 
         `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
-        `Executor`. `kv_scales`: fp32 [layers, 2, KV heads of all ranks] for a layout of e4m3
-        numbers. Raises ConfigError if model, backend and device do not go together.
+        `Executor`. `num_beside`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
+        heads of all ranks] for a layout of e4m3 numbers. Raises ConfigError if model, backend and
+        device do not go together.
         """
         self._config = config
         self._spec = spec
@@ -153,6 +156,7 @@ class Replica:
         self._sizes = sizes
         self._matchers = matchers
         self._sends_blocks = sends_blocks
+        self._num_beside = num_beside
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._target: Executor | None = None
@@ -237,6 +241,7 @@ class Replica:
             trial_blocks=trial_blocks,
             block_bytes=layout.block_bytes,
             share=self._config.cache.gpu_memory_utilization,
+            num_beside=self._num_beside,
             comm=self._comm,
         )
 

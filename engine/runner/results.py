@@ -39,7 +39,7 @@ class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step's queued forward pass."""
 
     batch: InputBatch
-    logits: Tensor | None  # [S, vocab], as `CausalLM.logits`; None = no row samples
+    own_logits: Tensor | None  # [S, ids], of `CausalLM.own_logits`; None = no row samples
     # output of the replayed graph, including each line's best token; None = no graph
     replayed: GraphOutput | None
     # [T] bool; None = only the logits are checked

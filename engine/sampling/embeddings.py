@@ -36,6 +36,12 @@ class Embeddings:
     def append(self, row: int, token_ids: list[int]) -> None:
         raise AssertionError(f"row {row} had drafts and a model that generates nothing")
 
+    def is_plain(self, rows: list[int]) -> bool:
+        return False
+
+    def take(self, rows: list[int], best: GreedyChoice) -> SampledTensors:
+        raise AssertionError(f"tokens for rows {rows} of a model that generates nothing")
+
     @torch.inference_mode()
     def sample(
         self,

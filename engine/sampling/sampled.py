@@ -113,6 +113,14 @@ class RowSampler(Protocol):
 
     def append(self, row: int, token_ids: list[int]) -> None: ...
 
+    def is_plain(self, rows: list[int]) -> bool:
+        """Whether the best token of each row's logits is all that `rows` need."""
+        ...
+
+    def take(self, rows: list[int], best: GreedyChoice) -> SampledTensors:
+        """`best` as what was drawn for `rows`, which are plain: as `sample` would."""
+        ...
+
     def sample(
         self,
         logits: Tensor,

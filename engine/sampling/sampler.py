@@ -169,6 +169,13 @@ class Sampler:
         """Whether none of `rows` needs anything but the argmax of its logits."""
         return not self._special_rows or self._special_rows.isdisjoint(rows)
 
+    def take(self, rows: list[int], best: GreedyChoice) -> SampledTensors:
+        """`best` as what was drawn for `rows`, which are plain: `sample` without the logits."""
+        if rows is not self._known_rows:  # usually a step decodes the same rows as the last one
+            assert self._rows.issuperset(rows), f"a row never added in {rows}"
+            self._known_rows = rows
+        return SampledTensors(token_ids=best.token_ids, is_finite=best.is_finite, logprobs=None)
+
     def sample(
         self,
         logits: Tensor,

@@ -87,6 +87,11 @@ class PlannedDrafts:
         nums, drafts = self.nums_in_flight, self.drafts
         return [(i, [NEWEST] * nums.get(i, 0) + drafts.get(i, [])) for i in self.guessed]
 
+    @property
+    def surcharge_s(self) -> float:
+        """Of `StepDrafts`; 0 without drafts."""
+        return self.decision.surcharge_s if self.decision is not None and self.drafts else 0.0
+
     def work(self, plain: StepWork) -> StepWork:
         """The work of a step that is `plain` without drafts."""
         if not self.drafts:

@@ -230,7 +230,9 @@ class Scheduler:
         step = self._in_flight.pop()
         self._counters.committed(plan.num_tokens)
         if result.duration_s is not None:
-            self._prompts.observe(step.work, result.duration_s)
+            # What its drafts cost besides is learned by their policy, and would count twice.
+            surcharge_s = step.planned_drafts.surcharge_s
+            self._prompts.observe(step.work, max(0.0, result.duration_s - surcharge_s))
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
         for i in step.without_token(result):
             self._end_without_token(step, i, result, output)

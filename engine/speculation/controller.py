@@ -15,13 +15,14 @@ tries again `retry_steps` steps later, twice as late after each failure; after a
 one row, and 0.5 does not in one of 256. So once the costs are fitted the budget decides whether
 low acceptance pays, and the threshold only holds with `stops_always`.
 
-Trials. What a request of which nothing is known accepts is taken from all others (`everyone`). Of
-such requests `trial_rows` at a time are tried as if they accepted much, with `trial_drafts` each,
-if that would pay for all rows, and as many as the step has room for: a trial of all 256 rows of a
-step costs over a plain step, and several such steps are in flight before the first result. Until
-something is known of any, the rest wait for those; afterwards new trials begin every `retry_steps`.
-Where requests differ in what they accept by more than chance, what others do says little, and all
-are tried.
+Trials. What a request of which nothing is known accepts is taken from all others (`everyone`).
+Where drafts do not pay by that, `trial_rows` such requests at a time are tried, with `trial_drafts`
+each as far as the step has room, if drafts would pay were all rows to accept much: a trial of all
+256 rows of a step costs over a plain step, and several such steps are in flight before the first
+result. Until something is known of any, the rest wait for those. Afterwards new trials begin
+`retry_steps` later, and each time after twice as long, up to `max_retry_steps`, until drafts pay
+without a trial. Where requests differ in what they accept by more than chance, what others do says
+little, and all are tried.
 
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
@@ -37,10 +38,7 @@ A step that verifies costs what the cost model predicts for the plain step with 
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
 model learns the price of drafts from plain steps of more rows. Prompts of the same step are paid
 in any case and are not counted; the padding that drafts add to its graph is. What steps with drafts
-take beyond the prediction, in the median of the last ones, is added to it (`surcharge_s`): other
-graphs, kernels that read keys more than once. A mean would do so for the pauses of a busy machine
-too, which plain steps have as well, and one of them would look like the price of drafts for
-hundreds of steps.
+of about that size took beyond the prediction is added to it (`surcharge.py`).
 
 Drafts are optional and shrink first: to the tokens that the step has left, beside prompts to its
 seconds, and while short prompts wait to `short_slack` of the plain step's time. A request rests if
@@ -51,7 +49,9 @@ Purse. Steps with drafts pay into it what they gain over plain steps, or take ou
 each step adds `refill` up to `purse_steps`. An empty purse stops speculation until it is half full,
 so the loss is at most `refill` of the time and `purse_steps` plain steps, whatever is accepted or
 mispredicted. A step of more than `most_times` its prediction counts as that much: else a pause of
-the host, as while a kernel compiles, would be owed for thousands of steps. Of what was gained
+the host, as while a kernel compiles, would be owed for thousands of steps. Beside prompts drafts
+count as at most twice what they were to add: the prediction of a long prompt is wrong by more than
+a plain step. Of what was gained
 `saved_steps` more are kept: drafts that pay are not stopped by a pause, and drafts that no longer
 do may lose that much of what they gained.
 
@@ -67,6 +67,10 @@ import numpy as np
 from engine.cost_model import SEGMENTS, StepCosts, StepWork
 from engine.speculation.gates import Integers, RequestGates, Vector
 from engine.speculation.rules import DEFAULT_RULES, SpeculationRules
+from engine.speculation.surcharge import StepKind, Surcharge
+
+NO_GRAPH = StepKind()
+_NO_SURCHARGE = Surcharge()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,8 @@ class StepDrafts:
     rows_s: float = 0.0  # predicted, of a step of these rows alone, without prompts and drafts
     plain_rate: float = 0.0  # predicted tokens per second of steps without speculation; 0 = unknown
     surcharge_s: float = 0.0  # part of step_s
+    num_tokens: int = 0  # of the step, prompts and drafts included
+    kind: StepKind = NO_GRAPH
     is_holding: bool = False  # rows are held back, so that even without drafts it may lose
     reason: str = ""
 
@@ -139,12 +145,11 @@ def choose_drafts(
     offer: StepOffer,
     costs: StepCosts,
     rules: SpeculationRules = DEFAULT_RULES,
-    surcharge_s: float = 0.0,
+    surcharge: Surcharge = _NO_SURCHARGE,
 ) -> StepDrafts:
     """The drafts with the most expected tokens per second.
 
-    `survivals` [R, depth] descend; 0 = there is no draft. `surcharge_s` is added to a step with any
-    draft.
+    `survivals` [R, depth] descend; 0 = there is no draft.
     """
     num_rows, depth = survivals.shape
     # Position by position, so that of equal survivals the earlier position comes first.
@@ -153,9 +158,11 @@ def choose_drafts(
     # Of 16 bits, which sort in a tenth of the time: drafts that differ by less count as equal.
     ranks = ((1.0 - flat[given]) * 0xFFFF).astype(np.uint16)
     order = given[ranks.argsort(kind="stable")]  # [drafts]: position * R + row
-    step_s = verify_seconds(costs, offer.work, np.arange(len(order) + 1.0), offer.graph_tokens)
+    nums = np.arange(len(order) + 1.0)
+    step_s = verify_seconds(costs, offer.work, nums, offer.graph_tokens)
     plain_s = float(step_s[0])
-    added_s = step_s[1:] - plain_s + surcharge_s  # [drafts]: of so many drafts and one
+    # [drafts]: of so many drafts and one
+    added_s = step_s[1:] - plain_s + _surcharge_s(surcharge, offer, nums[1:])
     rows_s = costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0
     limit_s = _limit_s(offer, plain_s, rules) - plain_s
     best, best_rate = order[:0], 0.0
@@ -177,7 +184,26 @@ def choose_drafts(
     if best_rate < (rules.min_gain if is_small else rules.many_gain) * plain_rate:
         best = order[:0]
     counts = np.bincount(best % max(num_rows, 1), minlength=num_rows)
-    return price_drafts(counts, survivals, offer, costs, surcharge_s)
+    return price_drafts(counts, survivals, offer, costs, surcharge)
+
+
+def _largest_graph(offer: StepOffer) -> int:
+    """Tokens of it; 0 = there is none."""
+    return max(offer.graph_tokens, default=0)
+
+
+def _kind(offer: StepOffer, *, has_graph: bool) -> StepKind:
+    return StepKind(has_prompts=offer.work.num_prompt_tokens > 0, has_graph=has_graph)
+
+
+def _surcharge_s(surcharge: Surcharge, offer: StepOffer, num_drafts: Vector) -> Vector:
+    """[N] of the step with so many drafts [N] in all."""
+    tokens = offer.work.num_new_tokens + num_drafts
+    with_graph, without = (
+        surcharge.seconds(_kind(offer, has_graph=has_graph), tokens) for has_graph in (True, False)
+    )
+    found: Vector = np.where(tokens <= _largest_graph(offer), with_graph, without)
+    return found
 
 
 def _best_alike(
@@ -206,15 +232,18 @@ def price_drafts(
     survivals: Vector,
     offer: StepOffer,
     costs: StepCosts,
-    surcharge_s: float = 0.0,
+    surcharge: Surcharge = _NO_SURCHARGE,
 ) -> StepDrafts:
     """The step in which the rows verify `counts` [R] drafts, as it is predicted."""
     num_rows, depth = survivals.shape
     num_drafts = int(counts.sum())
     nums = np.array([0.0, num_drafts])
     plain_s, step_s = verify_seconds(costs, offer.work, nums, offer.graph_tokens).tolist()
+    surcharge_s = 0.0
     if num_drafts:
+        (surcharge_s,) = _surcharge_s(surcharge, offer, nums[1:]).tolist()
         step_s += surcharge_s + int(counts.max()) * offer.draft_pass_s
+    num_tokens = offer.work.num_new_tokens + num_drafts
     is_taken = np.arange(depth) < counts[:, None]
     return StepDrafts(
         num_drafts=counts.tolist(),
@@ -223,7 +252,9 @@ def price_drafts(
         step_s=step_s if num_drafts else plain_s,
         rows_s=costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0,
         plain_rate=_plain_rate(offer, costs),
-        surcharge_s=surcharge_s if num_drafts else 0.0,
+        surcharge_s=surcharge_s,
+        num_tokens=num_tokens,
+        kind=_kind(offer, has_graph=num_tokens <= _largest_graph(offer)),
         is_holding=(offer.num_plain_rows or 0) > num_rows,
         reason="most expected tokens per second" if num_drafts else "no draft pays",
     )
@@ -257,7 +288,7 @@ def _num_fitting(
     offer: StepOffer,
     costs: StepCosts,
     rules: SpeculationRules,
-    surcharge_s: float,
+    surcharge: Surcharge,
 ) -> int:
     """How many of `nums`, drafts of a step in all, ascending, are within the offer's limits.
 
@@ -265,7 +296,7 @@ def _num_fitting(
     """
     seconds = verify_seconds(costs, offer.work, np.array([0, *nums]), offer.graph_tokens)
     limit_s = _limit_s(offer, float(seconds[0]), rules)
-    seconds = seconds[1:] + surcharge_s + depth * offer.draft_pass_s
+    seconds = seconds[1:] + _surcharge_s(surcharge, offer, nums) + depth * offer.draft_pass_s
     num_in_time = int(np.searchsorted(seconds, limit_s, side="right"))
     if offer.max_draft_tokens is None:
         return num_in_time
@@ -277,8 +308,7 @@ class Purse:
 
     NUM_PLAIN = 5  # plain steps whose errors are kept
     GAIN_DECAY = 0.98  # of the measured gain, a step with drafts
-    NUM_KEPT = 9  # steps with drafts whose errors are kept
-    ERROR_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
+    SURCHARGE_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
 
     def __init__(self, rules: SpeculationRules) -> None:
         self._rules = rules
@@ -288,9 +318,7 @@ class Purse:
         # Measured over predicted seconds of plain steps.
         self._ratios: deque[float] = deque(maxlen=self.NUM_PLAIN)
         self._bias = 1.0  # their median
-        # Seconds of steps with drafts beyond their prediction without surcharge.
-        self._errors_s: deque[float] = deque(maxlen=self.NUM_KEPT)
-        self.surcharge_s = 0.0
+        self.surcharge = Surcharge()
         self._gain = self._predicted = self._weight = 0.0  # decayed sums
 
     @property
@@ -312,11 +340,9 @@ class Purse:
         rules = self._rules
         self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
-            most_s = rules.most_times * drafts.step_s
-            self._add_gain(drafts, num_tokens, min(seconds / self._bias, most_s))
+            self._add_gain(drafts, num_tokens, self._counted_s(drafts, seconds / self._bias))
         else:
-            self._errors_s = deque((e * self.ERROR_DECAY for e in self._errors_s), self.NUM_KEPT)
-            self.surcharge_s *= self.ERROR_DECAY
+            self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
             self._bias = sorted(self._ratios)[len(self._ratios) // 2]
         self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
@@ -326,14 +352,20 @@ class Purse:
         elif self.is_half_full:
             self.is_on = True
 
+    def _counted_s(self, drafts: StepDrafts, seconds: float) -> float:
+        """As much of a step's seconds as is the doing of its drafts, for all that is known."""
+        if not drafts.kind.has_prompts:
+            return min(seconds, self._rules.most_times * drafts.step_s)
+        added_s = drafts.step_s - drafts.plain_s
+        return float(np.clip(seconds, drafts.step_s - added_s, drafts.step_s + added_s))
+
     def _add_gain(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
         earned_s = num_tokens / drafts.plain_rate
         error_s = seconds - drafts.step_s + drafts.surcharge_s
         spent_s = max(drafts.rows_s + seconds - drafts.plain_s, 0.1 * drafts.rows_s)
         self.balance += (earned_s - spent_s) / drafts.rows_s
         if drafts.has_drafts:
-            self._errors_s.append(error_s)
-            self.surcharge_s = max(0.0, sorted(self._errors_s)[(len(self._errors_s) - 1) // 2])
+            self.surcharge.observe(drafts.kind, drafts.num_tokens, error_s)
             self._gain = self._gain * self.GAIN_DECAY + earned_s / spent_s
             self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
             self._weight = self._weight * self.GAIN_DECAY + 1
@@ -401,22 +433,28 @@ class SpeculationController:
         slots = self._gates.slots_of([offer.keys[i] for i in asked.tolist()])
         survivals = np.zeros((len(most), int(most.max(initial=0))))
         survivals[asked] = self._gates.survivals(slots, most[asked])[:, : survivals.shape[1]]
-        surcharge_s = self._purse.surcharge_s
+        surcharge = self._purse.surcharge
         rules = self._rules
         if self._gates.do_differ:
             rules = replace(rules, fair_slack=0.0, many_gain=rules.min_gain)
-        drafts = choose_drafts(survivals, offer, costs, rules, surcharge_s)
+        drafts = choose_drafts(survivals, offer, costs, rules, surcharge)
         if offer.is_short_waiting:
             return drafts
         counts = np.array(drafts.num_drafts, dtype=np.int64)
-        tried = asked[self._gates.is_tried(slots) & (counts[asked] == 0)]
+        is_tried = self._gates.is_tried(slots)
+        if counts[asked[~is_tried]].any():
+            self._gates.end_waiting()
+        elif len(most) > rules.trial_rows:
+            counts[asked] = np.minimum(counts[asked], rules.trial_drafts)
+            drafts = price_drafts(counts, survivals, offer, costs, surcharge)
+        tried = asked[is_tried & (counts[asked] == 0)]
         if len(tried) and self._would_pay(offer, costs):
             trial = np.minimum(most[tried], rules.trial_drafts)
             nums = counts.sum() + trial.cumsum()
             depth = max(int(counts.max()), int(trial.max()))
-            num_fitting = _num_fitting(nums, depth, offer, costs, rules, surcharge_s)
+            num_fitting = _num_fitting(nums, depth, offer, costs, rules, surcharge)
             counts[tried[:num_fitting]] = trial[:num_fitting]
-            drafts = price_drafts(counts, survivals, offer, costs, surcharge_s)
+            drafts = price_drafts(counts, survivals, offer, costs, surcharge)
         refused = slots[counts[asked] == 0]
         if len(refused) and offer.work.num_prompt_tokens == 0:
             self._gates.refuse(refused, self._step)
@@ -426,8 +464,8 @@ class SpeculationController:
         """Whether drafts would pay if each row had some, and accepted what a trial hopes for."""
         hopes = self._gates.everyone.FIRST_RATE ** np.arange(1.0, self._rules.first_drafts + 1)
         everyone = np.tile(hopes, (len(offer.keys), 1))
-        surcharge_s = self._purse.surcharge_s
-        return choose_drafts(everyone, offer, costs, self._rules, surcharge_s).has_drafts
+        surcharge = self._purse.surcharge
+        return choose_drafts(everyone, offer, costs, self._rules, surcharge).has_drafts
 
     def observe(
         self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]

@@ -16,10 +16,10 @@ Integers = npt.NDArray[np.int64]
 
 DECAY = 0.9  # of a request's own counts, an attempt: they hold about a window
 WEIGHT = 3.0  # judged drafts that an estimate's start counts for
-NUM_TRIES = 2  # attempts that explore, before a request's own estimate counts
+NUM_TRIES = 2  # attempts of a trial, at most
 NEW_ATTEMPTS = 6  # with fewer a request is not given another chance at once
 LEAST_TO_DIFFER = 4  # requests
-MOST_BY_CHANCE = 1.6  # mean of squared differences, each over its variance
+NUM_SIGMAS = 3.0  # by which requests must differ more than by chance
 NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
 _FIRST_CAPACITY = 16
 
@@ -28,12 +28,13 @@ class AcceptanceRate:
     """The acceptance of all requests together, from which a request's own estimate starts."""
 
     FIRST_RATE = 0.7  # hopeful, so that it is tried
-    FIRST_WEIGHT = 10.0  # judged drafts
+    FIRST_WEIGHT = 4.0  # judged drafts
     DECAY = 0.995  # an attempt
+    LEAST_KEPT = 0.95  # of all before a step: one with hundreds of attempts is noisy, too
     NUM_KNOWN = 8.0  # judged drafts after which the rate is known
 
     def __init__(self) -> None:
-        self.may_explore = True  # whether a new request is tried as if it accepted FIRST_RATE
+        self.may_explore = True  # whether new requests are tried
         self._accepted = self._judged = 0.0
 
     @property
@@ -48,10 +49,9 @@ class AcceptanceRate:
 
     def observe(self, num_judged: Integers, num_accepted: Integers) -> None:
         """Of attempts [N], the oldest first."""
-        num = len(num_judged)
-        weights = self.DECAY ** np.arange(num - 1, -1, -1)
-        self._accepted = self._accepted * self.DECAY**num + float(weights @ num_accepted)
-        self._judged = self._judged * self.DECAY**num + float(weights @ num_judged)
+        kept = max(self.DECAY ** len(num_judged), self.LEAST_KEPT)
+        self._accepted = self._accepted * kept + float(num_accepted.sum())
+        self._judged = self._judged * kept + float(num_judged.sum())
 
 
 class RequestGates:
@@ -62,7 +62,8 @@ class RequestGates:
         self._rules = rules
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
-        self._last_trial_step = 0
+        self._next_trial_step = 0
+        self._trial_wait_steps: float = rules.retry_steps  # until the next trials
         self.do_differ = False  # in what they accept, by more than chance
         self._positions = np.arange(rules.max_drafts)
         # [slots]
@@ -71,7 +72,7 @@ class RequestGates:
         self._retry_step: Integers = np.zeros(0, np.int64)  # from which it may speculate
         self._num_refusals: Integers = np.zeros(0, np.int64)  # since its last attempt
         self._is_retry = np.zeros(0, np.bool_)
-        self._is_tried = np.zeros(0, np.bool_)  # as if it accepted much
+        self._is_tried = np.zeros(0, np.bool_)  # even if drafts do not pay by its estimate
         self._trial_step: Integers = np.zeros(0, np.int64)  # in which that began
         self._num_attempts: Integers = np.zeros(0, np.int64)
         self._num_in_window: Integers = np.zeros(0, np.int64)
@@ -115,12 +116,17 @@ class RequestGates:
             begun = slots[is_open & is_new][: self._num_free_trials(step)]
             self._is_tried[begun] = True
             self._trial_step[begun] = step
-            if len(begun):
-                self._last_trial_step = step
+            self._wait_for_next_trial(len(begun), step)
             is_new &= ~self._is_tried[slots]
         if not self.everyone.is_known:
             is_open &= ~is_new
         return np.where(is_open, self._depth[slots], 0)
+
+    def _wait_for_next_trial(self, num_begun: int, step: int) -> None:
+        """Fewer than `trial_rows` wait a shorter time, and lengthen the next one by less."""
+        share, wait_steps = num_begun / self._rules.trial_rows, self._trial_wait_steps
+        self._next_trial_step = max(self._next_trial_step, step + round(share * wait_steps))
+        self._trial_wait_steps = min(2**share * wait_steps, self._rules.max_retry_steps)
 
     def _end_trials(self, step: int) -> None:
         is_over = self._is_tried & (step >= self._trial_step + self._rules.retry_steps)
@@ -132,9 +138,13 @@ class RequestGates:
         if self.do_differ:
             return len(self._depth)
         num_tried = int(self._is_tried.sum())
-        if self.everyone.is_known and step < self._last_trial_step + self._rules.retry_steps:
+        if self.everyone.is_known and step < self._next_trial_step:
             return 0
         return max(0, self._rules.trial_rows - num_tried)
+
+    def end_waiting(self) -> None:
+        """Drafts pay without a trial, so later trials are as frequent as at first."""
+        self._trial_wait_steps = self._rules.retry_steps
 
     def is_tried(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """[N]  whether each is one of the few that are tried at a time."""
@@ -189,7 +199,11 @@ class RequestGates:
         self._estimate(slots)
 
     def _find_whether_they_differ(self) -> None:
-        """Compare what each accepted with the mean of all; chance alone would give about 1."""
+        """Compare what each accepted with the mean of all.
+
+        The sum of squared differences over the sum of their variances is 1 on average by chance
+        alone, also for attempts that end with their first rejected draft.
+        """
         judged, accepted = self._judged.sum(1), self._accepted.sum(1)
         is_counted = judged >= 1
         self.do_differ = False
@@ -197,8 +211,9 @@ class RequestGates:
             return
         judged, accepted = judged[is_counted], accepted[is_counted]
         rate = float(np.clip(accepted.sum() / judged.sum(), 0.05, 0.95))
-        squares = (accepted - rate * judged) ** 2 / (rate * (1 - rate) * judged)
-        self.do_differ = bool(squares.mean() > MOST_BY_CHANCE)
+        squares = (accepted - rate * judged) ** 2
+        ratio = squares.sum() / (rate * (1 - rate) * judged.sum())
+        self.do_differ = bool(ratio > 1 + NUM_SIGMAS * np.sqrt(2 / len(judged)))
 
     def _apply_gates(self, slots: Integers, step: int, may_stop: bool) -> None:
         rules = self._rules
@@ -238,9 +253,7 @@ class RequestGates:
     def _estimate(self, slots: Integers) -> None:
         """Update `_survival`, which is 0 beyond the gate's bound."""
         accepted, judged = self._accepted[slots], self._judged[slots]
-        rate = self.everyone.rate
-        hopeful = max(rate, self.everyone.FIRST_RATE) if self.everyone.may_explore else rate
-        start = np.where(self._is_tried[slots], hopeful, rate)
+        start = self.everyone.rate
         own = (accepted.sum(1) + WEIGHT * start) / (judged.sum(1) + WEIGHT)
         each = (accepted + WEIGHT * own[:, None]) / (judged + WEIGHT)
         is_allowed = self._positions < self._depth[slots, None]

@@ -23,7 +23,7 @@ class SpeculationRules:
     # The same of more than `trial_rows` rows: luck parts them, and the last come in smaller steps.
     many_gain: float = 1.07
     fair_slack: float = 0.1  # of the most tokens per second, given up for as many drafts a row
-    trial_rows: int = 16  # requests at a time that are tried as if they accepted much
+    trial_rows: int = 16  # requests at a time that are tried where drafts do not pay yet
     trial_drafts: int = 2  # of each of these, where they do not pay at once
     short_slack: float = 0.05  # share of the plain step that drafts may add while shorts wait
     purse_steps: float = 1.25  # plain steps that may be lost at once

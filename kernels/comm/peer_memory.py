@@ -39,7 +39,7 @@ class PeerMemory:
     memories: tuple[Tensor, ...]
     # int64 [MAX_BLOCKS], this rank's own
     count: Tensor
-    max_blocks: int  # that run at once
+    max_blocks: int  # one on each multiprocessor
 
     @classmethod
     def of(cls, rank: int, memories: Sequence[Tensor]) -> "PeerMemory":

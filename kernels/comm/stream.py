@@ -120,8 +120,7 @@ def stream_add_norm(
     num_rows, row = x.shape
     piece, most = _rows_of_piece(x), _blocks_that_fit(x, memory)
     assert most > 0, f"{list(x.shape)} in {x.dtype} with slots of {memory.slot_bytes} bytes"
-    # Two on a multiprocessor: one writes while the other adds. Blocks wait for those of their own
-    # number alone, and start in the order of numbers: so all get on, even if not all run at once.
+    # Two on a multiprocessor: one writes while the other adds (see kernels.comm.sums).
     num_blocks = min(most, MAX_BLOCKS, 2 * memory.max_blocks)
     grid = grid_of(-(-num_rows // piece), num_blocks)
     use_pdl = pdl_supported(x.device)

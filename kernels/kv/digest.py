@@ -1,4 +1,4 @@
-"""Computes digests of whole KV blocks, in place or while the blocks are written.
+"""Computes digests of whole KV blocks, in place or while the blocks are written or copied.
 
     digest[i] = sum over w of words[block_ids[i], w] * weights[w]   modulo 2^64
 
@@ -53,6 +53,28 @@ def write_blocks(words: Tensor, staged: Tensor, weights: Tensor, block_ids: Tens
         assert words.is_contiguous(), f"words of strides {words.stride()}"
         from kernels.kv.digest_triton import digests
 
-        return digests(words, weights, block_ids, staged)
+        return digests(words, weights, block_ids, staged=staged)
     words.index_copy_(0, block_ids, staged)
+    return block_digests(words, weights, block_ids)
+
+
+def copy_blocks(
+    words: Tensor, weights: Tensor, block_ids: Tensor, copies: Tensor, rows: Tensor
+) -> Tensor:
+    """copies[rows] = words[block_ids]; returns the `block_digests` of the blocks.
+
+    copies: contiguous [M, W] of the dtype of `words`; writes to it. rows: int64 [n], distinct.
+    On a GPU a word is read once, as by `write_blocks`.
+    """
+    assert copies.is_contiguous(), f"copies of strides {copies.stride()}"
+    assert copies.shape[1:] == words.shape[1:], f"{list(copies.shape)} for {list(words.shape)}"
+    assert copies.dtype == words.dtype, f"{copies.dtype} for {words.dtype}"
+    assert rows.shape == block_ids.shape, f"{list(rows.shape)} for {list(block_ids.shape)}"
+    assert weights.shape == words.shape[1:], f"{list(weights.shape)} for {list(words.shape)}"
+    if words.is_cuda:
+        assert words.is_contiguous(), f"words of strides {words.stride()}"
+        from kernels.kv.digest_triton import digests
+
+        return digests(words, weights, block_ids, copies=(copies, rows))
+    copies.index_copy_(0, rows, words.index_select(0, block_ids))
     return block_digests(words, weights, block_ids)

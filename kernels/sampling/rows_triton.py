@@ -22,13 +22,13 @@ from kernels.sampling.limits_triton import (
     row_limits,
     row_stride,
 )
-from kernels.sampling.rows import Draws, GreedyChoice
+from kernels.sampling.rows import HIGHEST, INF_KEY, LOWEST_KEY, MINUS_INF_KEY, Draws, GreedyChoice
 
 _WARPS = 4
-_LOWEST = tl.constexpr(-(2**31))
-_HIGHEST = tl.constexpr(2**31 - 1)
-_INF_KEY = tl.constexpr(0x7F800000)  # `_order` of inf
-_MINUS_INF_KEY = tl.constexpr(-0x7F800001)
+_LOWEST = tl.constexpr(LOWEST_KEY)
+_HIGHEST = tl.constexpr(HIGHEST)
+_INF_KEY = tl.constexpr(INF_KEY)
+_MINUS_INF_KEY = tl.constexpr(MINUS_INF_KEY)
 
 # The constants of `kernels.sampling.noise`, which defines and explains them.
 _MULTIPLIER_1 = tl.constexpr(0x2C1B3C6D)
@@ -88,6 +88,41 @@ def _best_chunk_kernel(
     token_id = tl.min(tl.where(keys == best, ids, _HIGHEST), axis=0)
     is_finite = (best > _MINUS_INF_KEY) & (best < _INF_KEY)
     tl.store(token_ids_ptr + line, tl.where(is_finite, token_id, 0).to(tl.int64))
+    tl.store(is_finite_ptr + line, is_finite)
+
+
+@triton.jit
+def _best_word_kernel(
+    keys_ptr, ids_ptr, words_ptr, first_id, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The word of the best chunk of each line; grid (S,)."""
+    line = tl.program_id(0)
+    chunks = tl.arange(0, BLOCK)
+    is_chunk = chunks < NUM_CHUNKS
+    keys = tl.load(keys_ptr + line * NUM_CHUNKS + chunks, mask=is_chunk, other=_LOWEST)
+    ids = tl.load(ids_ptr + line * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
+    # A chunk's key is above `_LOWEST`, which no logit has.
+    words = (keys.to(tl.int64) << 32) | ((ids + first_id) ^ _HIGHEST)
+    tl.store(words_ptr + line, tl.max(words, axis=0))
+
+
+@triton.jit
+def _best_rank_kernel(
+    words_ptr,  # [NUM_RANKS, S]
+    token_ids_ptr,
+    is_finite_ptr,
+    num_lines,
+    NUM_RANKS: tl.constexpr,
+):
+    """The best of all ranks' words of each line; grid (S,)."""
+    line = tl.program_id(0)
+    best = tl.load(words_ptr + line)
+    for rank in tl.static_range(1, NUM_RANKS):
+        best = tl.maximum(best, tl.load(words_ptr + rank * num_lines + line))
+    key = best >> 32
+    is_finite = (key > _MINUS_INF_KEY) & (key < _INF_KEY)
+    token_id = (best & _HIGHEST) ^ _HIGHEST
+    tl.store(token_ids_ptr + line, tl.where(is_finite, token_id, 0))
     tl.store(is_finite_ptr + line, is_finite)
 
 
@@ -168,6 +203,42 @@ def _score_kernel(
 
 def greedy(logits: Tensor) -> GreedyChoice:
     """logits: fp32, bf16 or fp16 [S, vocab]. Can be captured in a CUDA graph."""
+    return _best_chunks(*_bests(logits))
+
+
+def best_words(logits: Tensor, first_id: int) -> Tensor:
+    """As `kernels.sampling.rows.best_words`, of one id or more. Can be captured."""
+    keys, ids = _bests(logits)
+    num_rows, num_chunks = keys.shape
+    words = keys.new_empty(num_rows, dtype=torch.int64)
+    if num_rows > 0:
+        _best_word_kernel[(num_rows,)](
+            keys,
+            ids,
+            words,
+            first_id,
+            NUM_CHUNKS=num_chunks,
+            BLOCK=triton.next_power_of_2(num_chunks),
+            num_warps=1,
+        )
+    return words
+
+
+def greedy_of_words(words: Tensor) -> GreedyChoice:
+    """As `kernels.sampling.rows.greedy_of_words`. Can be captured."""
+    num_ranks, num_rows = words.shape
+    assert words.is_contiguous(), f"words with strides {words.stride()}"
+    token_ids = words.new_empty(num_rows)
+    is_finite = words.new_empty(num_rows, dtype=torch.bool)
+    if num_rows > 0:
+        _best_rank_kernel[(num_rows,)](
+            words, token_ids, is_finite, num_rows, NUM_RANKS=num_ranks, num_warps=1
+        )
+    return GreedyChoice(token_ids=token_ids, is_finite=is_finite)
+
+
+def _bests(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best of each chunk of each row: orders and ids, int32 [S, chunks]."""
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK.value)
     keys = logits.new_empty((num_rows, num_chunks), dtype=torch.int32)
@@ -176,7 +247,7 @@ def greedy(logits: Tensor) -> GreedyChoice:
         _greedy_kernel[(num_rows, num_chunks)](
             logits, keys, ids, VOCAB=vocab_size, STRIDE=row_stride(logits), num_warps=_WARPS
         )
-    return _best_chunks(keys, ids)
+    return keys, ids
 
 
 def draw(logits: Tensor, draws: Draws) -> GreedyChoice:

@@ -5,8 +5,9 @@
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
 and norm in one kernel, so is `stream`, in pieces; `+ norm` the sum and the norm after it; `gather`
-of as much from each rank; `scatter` leaves each rank its rows of a sum. `of more` blocks: two on a
-multiprocessor. What `kernels.comm.limits` holds is read from here. Processes see one GPU each.
+of as much from each rank; `scatter` leaves each rank its rows of a sum. `of fewer` blocks: one on a
+multiprocessor, not two. What `kernels.comm.limits` holds is read from here. Processes see one GPU
+each.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
-from kernels.comm.signals import MAX_BLOCKS
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
@@ -46,9 +46,9 @@ EPS = 1e-6
 COLUMNS = (
     "packets, fused",
     "one shot, fused",
-    "one shot of more",
+    "one shot of fewer",
     "two shots, fused",
-    "two shots of more",
+    "two shots of fewer",
     "stream",
     "NCCL + norm",
     "packets",
@@ -70,7 +70,7 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
         for shape in ((num_rows, width), (num_rows, width), (width,))
     )
     memory, nccl, size = ranks.memory, ranks.others, ranks.rank.size
-    more = replace(memory, max_blocks=min(MAX_BLOCKS, 2 * memory.max_blocks))
+    fewer = replace(memory, max_blocks=memory.max_blocks // 2)
     rows = x, residual, weight, EPS
 
     def then_norm() -> None:
@@ -88,10 +88,10 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
     if needed_bytes(x, size, two_shots=True, has_norm=True) <= memory.slot_bytes:
         found["one shot"] = partial(sum_over_ranks, x, memory)
         found["one shot, fused"] = partial(sum_add_norm, *rows, memory)
-        found["one shot of more"] = partial(sum_add_norm, *rows, more)
+        found["one shot of fewer"] = partial(sum_add_norm, *rows, fewer)
         found["two shots"] = partial(sum_over_ranks, x, memory, two_shots=True)
         found["two shots, fused"] = partial(sum_add_norm, *rows, memory, two_shots=True)
-        found["two shots of more"] = partial(sum_add_norm, *rows, more, two_shots=True)
+        found["two shots of fewer"] = partial(sum_add_norm, *rows, fewer, two_shots=True)
         found["gather"] = partial(gather_shares, x, memory)
         found["NCCL's"] = partial(nccl.all_gather, x)
     if num_rows % size == 0:

@@ -194,7 +194,7 @@ class Run:
         model_s *= float(self._rng.normal(1.0, _NOISE))
         if setting.pause_share and self._rng.random() < setting.pause_share:
             model_s += setting.pause_s
-        self._costs.observe(verify_work(work, num_drafts), model_s)
+        self._costs.observe(verify_work(work, num_drafts), max(0.0, model_s - drafts.surcharge_s))
         return model_s + max(drafts.num_drafts) * setting.pass_s
 
     def _accept(self, rows: Sequence[int], drafts: StepDrafts) -> int:

@@ -160,9 +160,9 @@ class Batches:
         self._core = EngineCore(self.scheduler, self.device, self.clock, overlap=True)
         self._num_requests = 0
 
-    def run(self, num_rows: int) -> Took:
-        """A batch of so many rows."""
-        nums = {self._add(): 0 for _ in range(num_rows)}
+    def run(self, num_rows: int, num_new: int = NUM_NEW) -> Took:
+        """A batch of so many rows, of `num_new` tokens each after the first."""
+        nums = {self._add(num_new): 0 for _ in range(num_rows)}
         first_s, marks = 0.0, list[tuple[float, int]]()
         while self._core.has_work:
             output = self._core.step()
@@ -170,18 +170,18 @@ class Batches:
                 nums[record.key] += 1
             if first_s == 0.0 and min(nums.values()) > 0:
                 first_s = self.clock.now_s()
-            if min(nums.values()) > 0 and max(nums.values()) < 1 + NUM_NEW:
+            if min(nums.values()) > 0 and max(nums.values()) < 1 + num_new:
                 marks.append((self.clock.now_s(), sum(nums.values())))
             self.clock.advance(TURN_S)
         (begin_s, before), (end_s, after) = marks[0], marks[-1]
         return Took(
-            all_s=(self.clock.now_s() - first_s) / NUM_NEW,
+            all_s=(self.clock.now_s() - first_s) / num_new,
             together_s=(end_s - begin_s) * num_rows / (after - before),
         )
 
-    def _add(self) -> RequestKey:
+    def _add(self, num_new: int) -> RequestKey:
         self._num_requests += 1
-        given = self._num_requests, _PROMPT_TOKENS, 1 + NUM_NEW, self.clock.now_s()
+        given = self._num_requests, _PROMPT_TOKENS, 1 + num_new, self.clock.now_s()
         request = virtual_request(*given)
         self.scheduler.add(request)
         return request.key
@@ -215,6 +215,8 @@ def gains(
         if not carried:
             drafted = Batches(rows, drafts=True, rules=rules, seed=seed)
         drafted.device.acceptance = acceptance
+        if carried:
+            drafted.run(rows, NUM_NEW // 4)
         drafted.device.num_drafted_rows.clear()
         took = drafted.run(rows)
         nums = drafted.device.num_drafted_rows

@@ -194,7 +194,8 @@ def test_nothing_compiles_once_the_engine_is_ready(
     assert engine.compilations.names == []
 
 
-def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
+@pytest.mark.parametrize("host_gib", [0.0, 0.25])
+def test_the_kv_store_takes_what_the_share_leaves(folder: Path, host_gib: float) -> None:
     torch.cuda.empty_cache()
     free_before, total = torch.cuda.mem_get_info()
     share = 1 - free_before / total + 0.1
@@ -202,11 +203,13 @@ def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
         **(BASE | {"cache__num_blocks": None}),
         model__path=str(folder),
         cache__gpu_memory_utilization=share,
+        cache__host_gib=host_gib,
     )
     free_after, _ = torch.cuda.mem_get_info()
     assert engine.cache.num_blocks * engine.layout.block_bytes > 0.05 * total
     assert (1 - share) * total < free_after + 2**30
     assert tokens_of(engine, mixed_work(7, count=6))
+    engine.close()
 
 
 def test_captures_leave_what_steps_gave_back() -> None:

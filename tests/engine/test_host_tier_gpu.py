@@ -43,10 +43,13 @@ def arena() -> Iterator[HostArena]:
     arena.close()
 
 
-def test_blocks_are_saved_before_the_next_step_overwrites_them(arena: HostArena) -> None:
+@pytest.mark.parametrize("num_staged", [0, 9, 32])
+def test_blocks_are_saved_before_the_next_step_overwrites_them(
+    arena: HostArena, num_staged: int
+) -> None:
     """Many times, with the copies always behind: work is queued faster than it is done."""
     store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cuda"))
-    mover = build_mover(store, arena.blocks)
+    mover = build_mover(store, arena.blocks, num_staged)
     rng = random.Random()
     for _ in range(20):
         store.tensor.normal_()
@@ -62,9 +65,31 @@ def test_blocks_are_saved_before_the_next_step_overwrites_them(arena: HostArena)
         assert torch.equal(saved.view(-1).view(torch.int16), before.view(-1).view(torch.int16))
 
 
-def test_loads_wait_for_the_saves_of_the_blocks_that_they_overwrite(arena: HostArena) -> None:
+def test_rows_are_staged_to_again_only_after_they_were_copied(arena: HostArena) -> None:
+    """Saves one after the other, whose copies out of the device are waited for later."""
     store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cuda"))
-    mover = build_mover(store, arena.blocks)
+    mover = build_mover(store, arena.blocks, 24)
+    for _ in range(20):
+        store.tensor.normal_()
+        before = store.tensor.clone()
+        torch.cuda.synchronize()
+        waits = []
+        for first in range(0, NUM_BLOCKS, 16):
+            part = list(range(first, first + 16))
+            waits.append(mover.save(part, part))
+            store.zero(part)
+        digests = [digest for wait in waits for digest in wait()]
+        assert digests == store.digest_staged(before)
+        saved = torch.from_numpy(arena.blocks[:NUM_BLOCKS]).view(-1)
+        assert torch.equal(saved, before.view(-1).view(torch.uint8).cpu())
+
+
+@pytest.mark.parametrize("num_staged", [0, 9, 64])
+def test_loads_wait_until_the_blocks_that_they_overwrite_have_been_read(
+    arena: HostArena, num_staged: int
+) -> None:
+    store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cuda"))
+    mover = build_mover(store, arena.blocks, num_staged)
     for _ in range(20):
         store.tensor.normal_()
         before = store.tensor.clone()
@@ -72,8 +97,8 @@ def test_loads_wait_for_the_saves_of_the_blocks_that_they_overwrite(arena: HostA
         ids, half = list(range(NUM_BLOCKS)), NUM_BLOCKS // 2
         first = mover.save(ids[:half], ids[:half])
         second = mover.save(ids[half:], ids[half:])
-        digests = mover.begin_load()(ids[:half], ids[half:])  # over what is being saved
-        assert digests == first()
+        copy, digests = mover.begin_load(), first()
+        assert copy(ids[:half], ids[half:]) == digests  # over what is being saved
         assert torch.equal(store.tensor[half:], before[:half])
         assert second() == store.digest_staged(before[half:].contiguous())
 

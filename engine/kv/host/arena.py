@@ -261,7 +261,7 @@ class HostArena:
         """
         taken: list[int] = []
         while len(taken) < num_blocks:
-            if not self._own and not self._refill():
+            if not self._own and not self._refill(num_blocks - len(taken)):
                 break
             with self._locked(pool_byte(self.member)) as is_held:
                 if not is_held:
@@ -330,7 +330,7 @@ class HostArena:
 
     # ---- pools -----------------------------------------------------------------------------------
 
-    def _refill(self) -> bool:
+    def _refill(self, num_wanted: int) -> bool:
         """Finds free blocks for this worker's pool; False if there are none to be had now."""
         # One look at all words: where most blocks are stored, few are left to be told apart.
         others = np.flatnonzero((self._all_words & 0xFF) != READY)
@@ -340,7 +340,9 @@ class HostArena:
         is_there = self._take_reserve(others)
         if is_there is None:
             return False  # another process is in the way, and would be in what follows
-        return is_there or self._steal(others) or self._bury_dead(others) or self._evict_oldest()
+        if is_there or self._steal(others) or self._bury_dead(others):
+            return True
+        return self._evict_oldest(num_wanted)
 
     def _take_reserve(self, others: Slots) -> bool | None:
         """others: blocks that may be free; None = another process is in the way."""
@@ -391,16 +393,17 @@ class HostArena:
                 left = np.concatenate([self._slots(FREE, member), self._slots(WRITING, member)])
                 self._move(left, FREE, NOBODY)
 
-    def _evict_oldest(self) -> bool:
+    def _evict_oldest(self, num_wanted: int) -> bool:
         with self._locked(SHARED) as is_held:
             if not is_held:
                 return False
             ready = np.flatnonzero((self._all_words & 0xFF) == READY)
-            most = max(REFILL_BLOCKS, self.num_blocks // _EVICTED_SHARE)
+            most = max(REFILL_BLOCKS, num_wanted, self.num_blocks // _EVICTED_SHARE)
             num_blocks = min(len(ready), most, 1 + self.num_blocks // 16)
             if num_blocks == 0:
                 return False
             oldest = ready[np.argpartition(self._all_used[ready], num_blocks - 1)[:num_blocks]]
+            oldest.sort()  # neighbours are copied together
             self._evict(oldest)
         self._own = oldest.tolist()
         return True

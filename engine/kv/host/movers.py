@@ -4,20 +4,29 @@ On a CPU both are memory. A save is a copy on the thread that steps, because the
 overwritten by the next step. Each block's digest follows its copy, while its bytes are in the
 processor's cache: later, on another thread, it would take twice the time.
 
-On a GPU the arena is page-locked, and copies run on the copy engines, on two streams beside the
-steps'. Which waits for which:
+On a GPU the arena is page-locked. A kernel copies and digests saved blocks into staging rows on the
+device (staging.py), and copy engines take them from there to the arena; blocks that find no free
+row go there directly. All of that is beside the steps, on streams of its own. Nothing is read that
+may be overwritten by then:
 
-    saved blocks    are idle, so the steps that wrote them have been waited for: nothing to wait for
-    the next step   may overwrite them: the steps' stream waits for the save
-    loaded blocks   are used by no step in flight, but may just have been saved: loads wait for the
-                    saves before them
+    saved blocks    are idle, so no step in flight writes them: reading them waits for nothing
+    the next step   may overwrite them: the steps' stream waits until all of a save have been read
+    staging rows    are taken again after the host has seen the end of the copy out of them
+    loaded blocks   are used by no step in flight, but may just have been saved: loads wait until
+                    all saves before them have been read
     a step          reads loaded blocks after `load` has returned
+    the arena       a block's bytes are there when the function that `save` returned has returned;
+                    nobody is told of the block before that
+
+Copies over the bus are queued in bursts of a fifth of a millisecond, and the host waits for each:
+what a step copies, be it a few bytes, goes after all that is queued. On an H200 steps of 1.4 ms
+took 12.3 beside 256 blocks queued at once, and 1.8 beside bursts.
 
 Knows no owners of blocks and no hashes.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,7 +35,10 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.kv.host.arena_blocks import Rows
 from engine.kv.host.shared_file import KEY
-from engine.kv.store import KvStore, to_host
+from engine.kv.host.staging import StagingRows
+from engine.kv.store import KvStore, to_device
+
+_BURST_BYTES = 10 * 2**20
 
 Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 
@@ -50,12 +62,15 @@ class BlockMover(Protocol):
         ...
 
 
-def build_mover(store: KvStore, blocks: Rows) -> BlockMover:
-    """blocks: the arena's, uint8 [num_blocks, block_bytes]. Raises ConfigError on a GPU that cannot
-    lock them.
+def build_mover(store: KvStore, blocks: Rows, num_staged: int = 0) -> BlockMover:
+    """blocks: the arena's, uint8 [num_blocks, block_bytes]. num_staged: staging rows on a GPU,
+    which a CPU does without. Raises ConfigError on a GPU that cannot lock the
+    arena, or has no room for the rows.
     """
     arena = torch.from_numpy(blocks)
-    return CudaMover(store, arena) if store.device.type == "cuda" else CpuMover(store, arena)
+    if store.device.type == "cuda":
+        return CudaMover(store, arena, num_staged)
+    return CpuMover(store, arena)
 
 
 class CpuMover:
@@ -88,54 +103,112 @@ class CpuMover:
 class CudaMover:
     """A `BlockMover` over streams of its own."""
 
-    def __init__(self, store: KvStore, arena: Tensor) -> None:
+    def __init__(self, store: KvStore, arena: Tensor, num_staged: int) -> None:
         self._store = store
         self._arena = arena
         self._blocks = _bytes_of(store)
+        num_staged = min(num_staged, store.num_blocks)
         with torch.cuda.device(store.device):
+            self._staged = _staging(store, num_staged)
+            self._rows = StagingRows(num_staged)
+            if num_staged:  # compile now, not at the first save
+                self._queue_reads([0], [0])
             _lock_pages(arena)
             # Else the next mapping at this address could not be locked.
             weakref.finalize(self, _unlock_pages, arena.data_ptr()).atexit = False
-            self._saves = torch.cuda.Stream()
+            self._saves = torch.cuda.Stream(priority=-1)  # the next step waits for it
+            self._drains = torch.cuda.Stream()
             self._loads = torch.cuda.Stream()
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
-        steps = torch.cuda.current_stream(self._store.device)
+        rows = self._rows.take(len(block_ids))
+        num_staged, steps = len(rows), torch.cuda.current_stream(self._store.device)
         with torch.cuda.stream(self._saves):
-            # Of the device's blocks: a copy that goes wrong is noticed when it is loaded.
-            digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
-            for block_id, slot in zip(block_ids, slots, strict=True):
-                self._arena[slot].copy_(self._blocks[block_id], non_blocking=True)
-            is_saved = self._saves.record_event()
-        steps.wait_event(is_saved)
+            digests = self._queue_reads(block_ids, rows)
+            _queue(self._arena, slots[num_staged:], self._blocks, block_ids[num_staged:])
+            are_read = self._saves.record_event(torch.cuda.Event(blocking=True))
+        steps.wait_event(are_read)
 
         def wait() -> list[int]:
-            is_saved.synchronize()
-            values: list[int] = digests.tolist()
-            return values
+            are_read.synchronize()  # what is queued before may run before the steps that wait
+            with torch.cuda.stream(self._drains):
+                for burst in self._bursts(num_staged):
+                    _queue(self._arena, slots[burst], self._staged, rows[burst])
+                    self._drains.record_event(torch.cuda.Event(blocking=True)).synchronize()
+                    self._rows.give_back(rows[burst])
+                return [value for part in digests for value in part.tolist()]
 
         return wait
 
+    def _queue_reads(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+        """Copies the first blocks to the staging rows; returns digests of all, in order.
+
+        They are of the device's blocks: a copy that goes wrong is noticed when it is loaded.
+        """
+        store, digests = self._store, []
+        if rows:
+            staged = store.index(block_ids[: len(rows)])
+            to = to_device(rows, store.device)
+            digests.append(store.queue_copies(staged, self._staged, to))
+        if direct := block_ids[len(rows) :]:
+            digests.append(store.queue_digests(store.index(direct)))
+        return digests
+
     def begin_load(self) -> Copy:
-        is_saved = self._saves.record_event()
+        are_read = self._saves.record_event()
 
         def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
             with torch.cuda.stream(self._loads), torch.inference_mode():
-                self._loads.wait_event(is_saved)
-                for slot, block_id in zip(slots, block_ids, strict=True):
-                    self._blocks[block_id].copy_(self._arena[slot], non_blocking=True)
-                digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
-                self._loads.synchronize()
-            values: list[int] = digests.tolist()
-            self._store.digests.keep(block_ids, values)
-            return values
+                are_read.synchronize()
+                for burst in self._bursts(len(slots)):
+                    _queue(self._blocks, block_ids[burst], self._arena, slots[burst])
+                    self._loads.synchronize()
+                digests = self._store.digest(block_ids)
+            self._store.digests.keep(block_ids, digests)
+            return digests
 
         return load
+
+    def _bursts(self, num_blocks: int) -> Iterator[slice]:
+        """Blocks to be queued at a time; the host waits for them before it queues the next ones."""
+        size = max(1, _BURST_BYTES // self._store.layout.block_bytes)
+        return (slice(i, min(i + size, num_blocks)) for i in range(0, num_blocks, size))
+
+
+def _queue(to: Tensor, places: Sequence[int], blocks: Tensor, numbers: Sequence[int]) -> None:
+    """Queues to[place] = blocks[number] for each; what lies side by side in both is one copy."""
+    for place, number, n in runs(places, numbers):
+        to[place : place + n].copy_(blocks[number : number + n], non_blocking=True)
+
+
+def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Joins pairs that both count on: (first, second, how many)."""
+    begin = 0
+    for end in range(1, len(first) + 1):
+        if end < len(first):
+            steps = first[end] - first[end - 1], second[end] - second[end - 1]
+            if steps == (1, 1):
+                continue
+        yield first[begin], second[begin], end - begin
+        begin = end
 
 
 def _bytes_of(store: KvStore) -> Tensor:
     """The store's memory as uint8 [num_blocks, block_bytes]."""
     return store.tensor.view(-1).view(torch.uint8).view(store.num_blocks, -1)
+
+
+def _staging(store: KvStore, num_rows: int) -> Tensor:
+    """uint8 [num_rows, block_bytes] on the store's device. Raises ConfigError."""
+    try:
+        shape = num_rows, store.layout.block_bytes
+        return torch.empty(shape, dtype=torch.uint8, device=store.device)
+    except torch.OutOfMemoryError as error:
+        num_bytes = num_rows * store.layout.block_bytes
+        raise ConfigError(
+            f"{KEY}: the GPU has no {num_bytes / 2**30:.1f} GiB left for blocks on their way to the"
+            " host; lower cache.num_blocks, or set this to 0"
+        ) from error
 
 
 def _lock_pages(arena: Tensor) -> None:

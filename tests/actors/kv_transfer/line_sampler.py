@@ -37,6 +37,12 @@ class LineSampler:
     def accept_token(self, row: int, token_id: int) -> None:
         self._inner.accept_token(row, token_id)
 
+    def is_plain(self, rows: list[int]) -> bool:
+        return False  # else it is given no logits
+
+    def take(self, rows: list[int], best: GreedyChoice) -> SampledTensors:
+        return self._inner.take(rows, best)
+
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
     ) -> SampledTensors:

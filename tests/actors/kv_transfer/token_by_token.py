@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
+from engine.layers.context import ForwardContext
 from engine.models.llama import CausalLM, ForwardResult, attention_shape
 from engine.models.registry import build_model
 from kernels.attention.latent import LatentShape
@@ -60,6 +60,7 @@ class TokenByToken(CausalLM):
         self._inner = inner
         self._attention = attention
         self._embedding = inner._embedding
+        self._head = inner._head
 
     @property
     def can_skip_queries(self) -> bool:
@@ -99,8 +100,8 @@ class TokenByToken(CausalLM):
             is_finite=torch.cat(flags) if flags else None,
         )
 
-    def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
-        return torch.cat([self._inner.logits(line, comm) for line in hidden.split(1)])
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return torch.cat([self._inner.own_logits(line) for line in hidden.split(1)])
 
 
 def build_token_by_token(

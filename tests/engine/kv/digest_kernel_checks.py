@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.kv.digest import block_digests, write_blocks
+from kernels.kv.digest import block_digests, copy_blocks, write_blocks
 from kernels.kv.digest_triton import digests
 
 
@@ -28,7 +28,14 @@ def check(seed: str) -> None:
         )
         by_torch = words.clone()
         expected = write_blocks(by_torch, staged, weights, block_ids)
-        assert torch.equal(digests(words, weights, block_ids, staged), expected)
+        assert torch.equal(digests(words, weights, block_ids, staged=staged), expected)
         assert torch.equal(words, by_torch)
         assert torch.equal(block_digests(words, weights, block_ids), expected)
+        copies, rows = torch.zeros((7, num_words), dtype=dtype), torch.tensor([6, 1, 2])
+        by_torch, before = copies.clone(), words.clone()
+        assert torch.equal(copy_blocks(words, weights, block_ids, by_torch, rows), expected)
+        assert torch.equal(by_torch[rows], words[block_ids])
+        assert torch.equal(digests(words, weights, block_ids, copies=(copies, rows)), expected)
+        assert torch.equal(copies, by_torch)
+        assert torch.equal(words, before)
     print("checked")

@@ -32,6 +32,7 @@ from kernels.attention.reference import ReferenceAttention
 from kernels.moe import form, reference
 from kernels.moe.routes import Routes
 from kernels.reference import TorchOps, silu_mul
+from kernels.sampling.rows import GreedyChoice
 from tests.engine.runner.graph_story import RowTensorAttention
 
 CPU = torch.device("cpu")
@@ -190,10 +191,17 @@ def _wrong_first_id(init: Any) -> Any:
     return begin
 
 
-def _other_order(self: SharedHead, hidden: Tensor, comm: Comm) -> Tensor:
-    own = self._linear(hidden)
+def _other_order(self: SharedHead, own: Tensor, comm: Comm) -> Tensor:
     by_rank = comm.all_gather(own).view(-1, *own.shape)
-    return torch.cat(list(by_rank.flip(0)), dim=1)[:, : sum(self._num_ids)]
+    return torch.cat(list(by_rank.flip(0)), dim=1)[:, : self._shares[-1].stop]
+
+
+def _beside_best(best_tokens: Any) -> Any:
+    def beside(self: SharedHead, own: Tensor, comm: Comm) -> GreedyChoice:
+        best: GreedyChoice = best_tokens(self, own, comm)
+        return replace(best, token_ids=(best.token_ids + 1) % self._shares[-1].stop)
+
+    return beside
 
 
 def _next_experts(held_routes: Any) -> Any:
@@ -213,7 +221,7 @@ _FAULTS: dict[str, Any] = {
     "ids one too low": lambda: patch.object(
         SharedEmbedding, "__init__", _wrong_first_id(SharedEmbedding.__init__)
     ),
-    "logits in another order": lambda: patch.object(SharedHead, "__call__", _other_order),
+    "logits in another order": lambda: patch.object(SharedHead, "whole_logits", _other_order),
     "sums of one rank": lambda: patch.object(GlooRanks, "all_reduce", lambda self, x: x),
 }
 FAULTS = tuple(_FAULTS)
@@ -229,6 +237,12 @@ _EXPERT_FAULTS: dict[str, Any] = {
     ),
 }
 EXPERT_FAULTS = tuple(_EXPERT_FAULTS)
+BEST_FAULT = "tokens beside the best"
+_BEST_FAULTS: dict[str, Any] = {
+    BEST_FAULT: lambda: patch.object(
+        SharedHead, "best_tokens", _beside_best(SharedHead.best_tokens)
+    ),
+}
 _EXCHANGE_FAULTS: dict[str, Any] = {
     "outputs of other rows": lambda: patch.object(moe, "send_back", _flipped(moe.send_back)),
     "rows that only one rank adds": lambda: patch.object(moe, "add_parts", _first_part),
@@ -316,6 +330,6 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    known = _FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS | _DP_FAULTS
+    known = _FAULTS | _BEST_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS | _DP_FAULTS
     with known[fault]():
         yield

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError, EngineError
 from engine.layers.context import Comm
+from engine.layers.linear import DenseLinear
+from engine.layers.vocabulary import build_head
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.models.weights import load_weights
 from engine.plan import StepResult
@@ -27,6 +29,7 @@ from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
 from engine.runner.replica import num_blocks_that_fit
 from engine.sampling.embeddings import Embeddings
+from kernels.sampling.rows import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
@@ -137,6 +140,16 @@ def embed(comm: Comm, folder: Path) -> list[bytes]:
     driver.sample({1: 4})
     result = driver.sample({0: 3, 1: 7})
     return [result.embeddings[0], result.embeddings[1]]
+
+
+def best_of_shared(comm: Comm, weight: Tensor, hidden: Tensor) -> tuple[Tensor, GreedyChoice]:
+    """What a head of `weight` [vocab, n] gives: shared, and padded with what would be the best."""
+    share = comm.rank.padded_share(len(weight))
+    own = weight.new_full((comm.rank.padded_length(len(weight)), weight.shape[1]), 99.0)
+    own[: share.stop - share.start] = weight[share]
+    head = build_head(DenseLinear(own, None), len(weight), comm.rank)
+    logits = head.own_logits(hidden)
+    return head.whole_logits(logits, comm), head.best_tokens(logits, comm)
 
 
 def logits_of(

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.models.kv_scales import write_kv_scales
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer
+from tests.engine.ranks.exact_models import BEST_FAULT
 from tests.engine.ranks.rank_stories import choices_of, fail_to_load, fitting_blocks
 from tests.harness.in_process import Answer, answer, start_engine
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
@@ -227,9 +228,14 @@ def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
     assert len(engine.hasher.chain(*salted)) == 4
 
 
-def test_a_rank_that_goes_its_own_way_shows_in_the_digests(ranks: RankProcesses) -> None:
-    drifting = SharedEngine(ranks, SETTINGS, fault="logits in another order")
-    asks = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("fault", "temperature"), [(BEST_FAULT, 0.0), ("logits in another order", 1.0)]
+)
+def test_a_rank_that_goes_its_own_way_shows_in_the_digests(
+    ranks: RankProcesses, fault: str, temperature: float
+) -> None:
+    drifting = SharedEngine(ranks, SETTINGS, fault=fault)
+    asks = SamplingParams(max_tokens=4, temperature=temperature, seed=1, ignore_eos=True)
     answer(drifting.engine, [(_prompts(TEXTS[:1])[0], asks)])
     with pytest.raises(AssertionError):
         drifting.end()

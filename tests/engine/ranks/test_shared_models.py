@@ -23,6 +23,7 @@ from engine.layers.schedules import (
 from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
+from kernels.sampling.rows import greedy
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.ranks.exact_models import (
@@ -38,6 +39,7 @@ from tests.engine.ranks.rank_stories import (
     EXPERT_PARALLEL,
     GATHERED,
     NUM_TRIED_STEPS,
+    best_of_shared,
     embed,
     finite_rows,
     logits_of,
@@ -436,6 +438,23 @@ def test_experts_that_ranks_cannot_share_out_are_refused(
     save_model(tmp_path, architecture, num_key_value_heads=1)
     with pytest.raises(ConfigError, match=named):
         build_exact(tmp_path, Rank(1, 4), source=EXPERT_PARALLEL)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 5, 41])
+def test_ranks_agree_on_the_best_tokens_without_the_logits_of_others(
+    four: RankProcesses, vocab_size: int
+) -> None:
+    """Of 3 and 5 tokens one rank has none; many logits are equal; padding would be the best."""
+    weight = torch.randint(-2, 3, (vocab_size, 4)).float()
+    hidden = torch.randint(-2, 3, (50, 4)).float()
+    hidden[7] = torch.nan
+    expected = hidden @ weight.T
+    best = greedy(expected)
+    assert best.is_finite.tolist() == [row != 7 for row in range(50)]
+    for logits, found in four.run(best_of_shared, weight, hidden):
+        assert torch.equal(logits.nan_to_num(9.0), expected.nan_to_num(9.0))
+        assert torch.equal(found.token_ids, best.token_ids)
+        assert torch.equal(found.is_finite, best.is_finite)
 
 
 @pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])

@@ -119,6 +119,9 @@ class LogitSampler(Sampler):
         super().__init__(model.spec.vocab_size, max_rows, (), model.device)
         self.logits: dict[int, Tensor] = {}
 
+    def is_plain(self, rows: list[int]) -> bool:
+        return False  # else it is given no logits
+
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
     ) -> SampledTensors:

@@ -264,6 +264,9 @@ def test_zeroed_blocks_of_a_broken_row_are_clean_for_the_next_one(
 
 def test_the_sampler_may_declare_a_row_broken_too(model: CausalLM) -> None:
     class Refusing(RecordingSampler):
+        def is_plain(self, rows: list[int]) -> bool:
+            return False
+
         def sample(
             self, logits: torch.Tensor, rows: list[int], greedy: GreedyChoice | None = None
         ) -> SampledTensors:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from engine.speculation.controller import (
     verify_work,
 )
 from engine.speculation.gates import RequestGates
+from engine.speculation.surcharge import StepKind
 
 RULES = SpeculationRules()
 FITTED = StepCosts(
@@ -233,6 +234,52 @@ def test_what_ended_requests_accepted_does_not_make_others_differ() -> None:
     assert not gates.do_differ
 
 
+def test_trials_that_show_nothing_good_are_ever_rarer() -> None:
+    controller, keys = SpeculationController(), list(range(256))
+    at_steps: list[int] = []
+    for step in range(1000):
+        drafts = controller.plan(offer(controller.max_drafts(keys), keys=keys), FITTED)
+        tried = [key for key in keys if drafts.num_drafts[key]]
+        if tried:
+            at_steps.append(step)
+            nums = [drafts.num_drafts[key] for key in tried]
+            assert max(nums) <= RULES.trial_drafts
+            controller.observe(tried, nums, [0] * len(tried))
+        idle_steps(controller, 1)
+    begun = [step for step in at_steps if step - 1 not in at_steps]
+    waits = [later - earlier for earlier, later in pairwise(begun)]
+    assert len(waits) >= 4
+    assert all(later > 1.8 * earlier for earlier, later in pairwise(waits))
+
+
+def test_the_trial_of_one_newcomer_hardly_delays_that_of_others() -> None:
+    gates = RequestGates(RULES)
+    slots = gates.slots_of(range(RULES.trial_rows))
+    gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
+    gates.max_drafts(slots[:1], 0)
+    gates.max_drafts(slots[1:], RULES.retry_steps // RULES.trial_rows)
+    assert gates.is_tried(slots).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_differ_by_chance_alone_are_alike(seed: int) -> None:
+    """Most of 64 have all four drafts accepted, and an unlucky one none of its first."""
+    rng, gates = random.Random(seed), RequestGates(RULES)
+    slots, most = gates.slots_of(range(64)), np.full(64, 4)
+    for step in range(3):
+        accepted = [next((i for i in range(4) if rng.random() > 0.9), 4) for _ in range(64)]
+        gates.observe(slots, most, np.array(accepted), step, may_stop=False)
+        assert not gates.do_differ
+
+
+def test_half_of_them_good_and_half_of_them_bad_differ() -> None:
+    gates = RequestGates(RULES)
+    slots, most = gates.slots_of(range(16)), np.full(16, 4)
+    for step in range(2):
+        gates.observe(slots, most, np.array([0, 4] * 8), step, may_stop=False)
+    assert gates.do_differ
+
+
 def test_requests_without_a_draft_make_room_for_others_to_be_tried() -> None:
     controller, keys = SpeculationController(), list(range(2 * RULES.trial_rows))
     first = controller.max_drafts(keys)
@@ -357,7 +404,14 @@ def speculating(num_rows: int = 4) -> StepDrafts:
         plain_s=5e-3,
         step_s=5.5e-3,
         plain_rate=num_rows / 5e-3,
+        num_tokens=2 * num_rows,
     )
+
+
+def price_s(purse: Purse) -> float:
+    """What the steps of `speculating` took beyond their prediction."""
+    (seconds,) = purse.surcharge.seconds(StepKind(), np.array([8.0]))
+    return float(seconds)
 
 
 PLAIN = replace(speculating(), num_drafts=[0] * 4, expected_tokens=4.0, step_s=5e-3)
@@ -397,24 +451,23 @@ def test_what_steps_with_drafts_take_beyond_their_prediction_is_learned_and_forg
     for _ in range(100):
         seconds = 5.5e-3 + 2e-3
         drafts = speculating()
-        predicted_s = drafts.step_s + purse.surcharge_s
-        purse.observe(
-            replace(drafts, step_s=predicted_s, surcharge_s=purse.surcharge_s), 8, seconds
-        )
-    assert purse.surcharge_s == pytest.approx(2e-3, rel=1e-3)
-    dear = choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge_s)
+        surcharge_s = price_s(purse)
+        predicted_s = drafts.step_s + surcharge_s
+        purse.observe(replace(drafts, step_s=predicted_s, surcharge_s=surcharge_s), 8, seconds)
+    assert price_s(purse) == pytest.approx(2e-3, rel=1e-3)
+    dear = choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge)
     assert not dear.has_drafts
     for _ in range(2000):
         purse.observe(PLAIN, 4, 5e-3)
-    assert purse.surcharge_s < 1e-4
-    assert choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge_s).has_drafts
+    assert price_s(purse) < 1e-4
+    assert choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge).has_drafts
 
 
 def test_one_pause_of_the_machine_is_not_the_price_of_drafts() -> None:
     purse = Purse(RULES)
     for i in range(30):
         purse.observe(speculating(), 8, 5.5e-3 + (60e-3 if i == 20 else 0.0))
-    assert purse.surcharge_s < 1e-6
+    assert price_s(purse) < 1e-6
     assert purse.is_on
 
 
@@ -425,7 +478,7 @@ def test_a_first_step_that_compiles_kernels_does_not_end_drafts_for_good() -> No
     assert not purse.is_on
     work, survivals = offer([4]), table([[0.9, 0.8, 0.7, 0.6]])
     while not (
-        purse.is_on and choose_drafts(survivals, work, FITTED, RULES, purse.surcharge_s).has_drafts
+        purse.is_on and choose_drafts(survivals, work, FITTED, RULES, purse.surcharge).has_drafts
     ):
         purse.observe(PLAIN, 4, 5e-3)
         num_steps += 1
@@ -447,6 +500,25 @@ def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
         purse.observe(speculating(), 8, 5.5e-3)
     assert purse.gain == pytest.approx(2 / 1.1)
     assert purse.balance == RULES.purse_steps + RULES.saved_steps
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_prompts_that_take_longer_than_predicted_are_not_the_doing_of_drafts(
+    num_drafts: int,
+) -> None:
+    """A long prompt's prediction is wrong by more than the purse holds."""
+    purse, added_s = Purse(RULES), 0.5e-3 * num_drafts
+    beside = replace(
+        speculating(),
+        num_drafts=[num_drafts] * 4,
+        plain_s=300e-3,
+        step_s=300e-3 + added_s,
+        kind=StepKind(has_prompts=True),
+        is_holding=True,
+    )
+    purse.observe(beside, 4 + 4 * num_drafts, 312e-3)
+    assert purse.is_on
+    assert purse.surcharge.seconds(beside.kind, np.array([8.0]))[0] <= added_s + 1e-9
 
 
 def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:

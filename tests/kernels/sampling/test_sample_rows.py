@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
-from kernels.sampling.rows import Draws, GreedyChoice, greedy
+from kernels.sampling.rows import Draws, GreedyChoice, best_words, greedy, greedy_of_words
 from tests.kernels.interpreter import drawn, run_interpreted
 from tests.kernels.sampling.sample_cases import (
     ALL_KNOBS,
@@ -29,6 +29,18 @@ def triton_greedy(logits: Tensor) -> GreedyChoice:
     from kernels.sampling.rows_triton import greedy as fused
 
     return fused(logits)
+
+
+def triton_words(logits: Tensor, first_id: int) -> Tensor:
+    from kernels.sampling.rows_triton import best_words as fused
+
+    return fused(logits, first_id)
+
+
+def triton_choice(words: Tensor) -> GreedyChoice:
+    from kernels.sampling.rows_triton import greedy_of_words as fused
+
+    return fused(words)
 
 
 def triton_draw(logits: Tensor, draws: Draws) -> GreedyChoice:
@@ -63,6 +75,26 @@ def check_greedy(device: str, vocab_size: int, dtype: torch.dtype) -> None:
         assert found.token_ids.tolist() == expected.token_ids[first:last].tolist()
         assert found.is_finite.tolist() == expected.is_finite[first:last].tolist()
     assert triton_greedy(logits.to(device)[:0]).token_ids.shape == (0,)
+    check_parts(device, logits, expected)
+
+
+def check_parts(device: str, logits: Tensor, expected: GreedyChoice) -> None:
+    """Of rows whose parts are on four ranks, one of which has no ids, and one a single id."""
+    num_ids = logits.shape[1]
+    starts = (0, num_ids // 3, num_ids // 3, num_ids - 1)
+    parts = [
+        logits[:, start:end].to(device)
+        for start, end in zip(starts, (*starts[1:], num_ids), strict=True)
+    ]
+    by_twin = [best_words(part.cpu(), start) for part, start in zip(parts, starts, strict=True)]
+    words = [
+        triton_words(part, start) if part.shape[1] else best_words(part, start)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+    assert [one.tolist() for one in words] == [one.tolist() for one in by_twin]
+    for found in (greedy_of_words(torch.stack(by_twin)), triton_choice(torch.stack(words))):
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.is_finite.tolist() == expected.is_finite.tolist()
 
 
 def check_random_draws(device: str, vocab_size: int, dtype: torch.dtype, num_laps: int) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.speculation.rules import SpeculationRules
 from load_tests.simulation.speculation_batch import gains
 
 
@@ -20,3 +21,31 @@ def test_rows_of_equal_chances_have_drafts_together() -> None:
     (found,) = gains([64], 0.75)
     assert found.all_rows_end > 1.3
     assert found.rows_a_step > 45
+
+
+def test_an_unlucky_start_leaves_no_row_behind() -> None:
+    (found,) = gains([64], 0.9)
+    assert found.all_rows_end > 1.75
+
+
+def test_a_batch_that_fits_no_graph_does_not_make_drafts_dear_for_others() -> None:
+    *_, found = gains([256], 1.0, rules=SpeculationRules(max_drafts=4), seed=3)
+    assert found.all_rows_end > 1.3
+
+
+@pytest.mark.parametrize("acceptance", [0.25, 0.75])
+def test_a_sweep_as_it_is_measured_is_nowhere_below_plain_steps(acceptance: float) -> None:
+    """One controller for all rows; what drafts cost must not count twice at 256 rows."""
+    rules = SpeculationRules(max_drafts=4)
+    found = gains([1, 16, 64, 256], acceptance, carried=True, rules=rules, seed=4)
+    least = [0.98, 1.0, 0.98, 0.98] if acceptance == 0.25 else [2.0, 2.0, 1.3, 1.05]
+    assert all(gain.all_rows_end >= bound for gain, bound in zip(found, least, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0])
+def test_nor_at_any_acceptance(acceptance: float, seed: int) -> None:
+    rules = SpeculationRules(max_drafts=4)
+    found = gains([1, 16, 64, 256], acceptance, carried=True, rules=rules, seed=seed)
+    assert min(gain.all_rows_end for gain in found) >= 0.98
