@@ -299,7 +299,8 @@ def _num_fitting(
     """
     seconds = verify_seconds(costs, offer.work, np.array([0, *nums]), offer.graph_tokens)
     limit_s = _limit_s(offer, float(seconds[0]), rules)
-    seconds = seconds[1:] + _surcharge_s(surcharge, offer, nums) + surcharge.wait_s
+    more_s = _surcharge_s(surcharge, offer, nums.astype(np.float64)) + surcharge.wait_s
+    seconds = seconds[1:] + more_s
     seconds += depth * offer.draft_pass_s
     num_in_time = int(np.searchsorted(seconds, limit_s, side="right"))
     if offer.max_draft_tokens is None:
