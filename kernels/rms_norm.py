@@ -19,6 +19,23 @@ _ELEMENTS_PER_THREAD = 16  # two 16-byte loads of each operand in flight
 
 
 @triton.jit
+def added(x, residual_pointers, mask) -> tl.tensor:
+    """x plus a row of the residual stream, which is written, in x's dtype."""
+    residual = tl.load(residual_pointers, mask=mask, other=0.0).to(tl.float32)
+    x = (x.to(tl.float32) + residual).to(x.dtype)
+    tl.store(residual_pointers, x, mask=mask)
+    return x
+
+
+@triton.jit
+def normalised(x, weight, eps: tl.constexpr, n: tl.constexpr) -> tl.tensor:
+    """x: a row of n numbers, zeros after them; weight: fp32. In x's dtype."""
+    numbers = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(numbers * numbers, axis=0) / n + eps)
+    return (numbers * scale * weight).to(x.dtype)
+
+
+@triton.jit
 def normalised_row(
     x_ptr, residual_ptr, weight_ptr, row, eps: tl.constexpr, n: tl.constexpr,
     x_stride: tl.constexpr, residual_stride: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -32,14 +49,9 @@ def normalised_row(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        place = residual_ptr + row * residual_stride + columns
-        residual = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         # The norm is computed from the stream as stored, that is, after rounding.
-        x = (x.to(tl.float32) + residual).to(x_ptr.dtype.element_ty)
-        tl.store(place, x, mask=mask)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
-    return (x * scale * weight).to(x_ptr.dtype.element_ty)
+        x = added(x, residual_ptr + row * residual_stride + columns, mask)
+    return normalised(x, weight, eps, n)
 
 
 @triton.jit

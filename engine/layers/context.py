@@ -31,6 +31,23 @@ class FusedSums(Protocol):
         ...
 
 
+class Unsummed(Protocol):
+    """What a token's experts have computed, whose sum may go on with the residual and the norm.
+
+    Both ways give the same bits.
+    """
+
+    def sum(self) -> Tensor:
+        """[T, hidden]."""
+        ...
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """residual: [T, hidden]; returns (rms_norm(s + residual), s + residual) of the sum s; may
+        overwrite `residual`.
+        """
+        ...
+
+
 class Comm(Protocol):
     """Communication between the ranks of one model, at the ends of a layer's parts.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.context import Unsummed
 from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.operations import Flow, Lane, Op, wait
@@ -110,6 +111,10 @@ class Experts(Protocol):
         """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
         ...
 
+    def unsummed(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor | Unsummed:
+        """As a call, which may leave the sum over a token's experts to who reads it."""
+        ...
+
 
 class HeldExperts:
     """Those experts of a layer that this rank holds; for others a token gets nothing here."""
@@ -146,6 +151,9 @@ class HeldExperts:
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """routes: to the experts of all ranks."""
         return self._experts(x, self._held_routes(routes, self._held), shared)
+
+    def unsummed(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor | Unsummed:
+        return self._experts.unsummed(x, self._held_routes(routes, self._held), shared)
 
 
 _Steps = tuple[Callable[[Flow], None], Callable[[Flow], None]]
@@ -334,7 +342,14 @@ class Mixture:
         routes, shared = flow.routes, flow.shared
         flow.routes = flow.shared = None
         assert routes is not None
-        flow.x = self._experts(flow.x, routes, shared)
+        if flow.ctx.comm.rank.size > 1:
+            flow.x = self._experts(flow.x, routes, shared)
+            return
+        outputs = self._experts.unsummed(flow.x, routes, shared)
+        if isinstance(outputs, Tensor):
+            flow.x = outputs
+        else:
+            flow.unsummed = outputs
 
 
 def _share(expert: SharedExpert, flow: Flow) -> None:
@@ -444,3 +459,6 @@ class TorchExperts:
         if shared is None:
             return reference.combine(outputs)
         return reference.combine(outputs, shared.computed, shared.gate)
+
+    def unsummed(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor | Unsummed:
+        return self(x, routes, shared)

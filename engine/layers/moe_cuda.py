@@ -37,6 +37,7 @@ from kernels.moe.align import (
     one_each,
 )
 from kernels.moe.coded import CodedExperts, supports_coded
+from kernels.moe.combine import ExpertOutputs
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import ExpertWeight, grouped_down, grouped_gate_up
@@ -222,6 +223,13 @@ class TritonExperts:
         return num_tokens <= self._plan.joined_up_to and can_join(num_tokens * self._num_active)
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
+        outputs = self.unsummed(x, routes, shared)
+        return outputs if isinstance(outputs, Tensor) else outputs.sum()
+
+    def unsummed(
+        self, x: Tensor, routes: Routes, shared: SharedOutput | None
+    ) -> Tensor | ExpertOutputs:
+        """See `Experts`; of few tokens the second product is the sum already."""
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x
@@ -231,7 +239,8 @@ class TritonExperts:
         if isinstance(output, SharedMatrices):
             return self._compute_joined(x, routes, output, gate)
         if self._rounded is not None and num_tokens >= self._rounded_from:
-            return combine.combine(self._rounded(x, routes), routes, output, gate)
+            outputs = self._rounded(x, routes)
+            return ExpertOutputs(outputs=outputs, routes=routes, shared=output, gate=gate)
         plan = self._plan
         gate_up_tile, down_tile = plan.tiles(num_tokens)
         makes_matrices = num_tokens >= plan.matrices_from
@@ -242,11 +251,11 @@ class TritonExperts:
         del weight  # both at once would take half as much memory again
         weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
         outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
-        return combine.combine(outputs, routes, output, gate)
+        return ExpertOutputs(outputs=outputs, routes=routes, shared=output, gate=gate)
 
     def _compute_joined(
         self, x: Tensor, routes: Routes, shared: SharedMatrices, gate: Tensor | None
-    ) -> Tensor:
+    ) -> ExpertOutputs:
         gate_up, down = self._gate_up, self._down
         assert isinstance(gate_up, Tensor), "nothing joins quantised experts"
         assert isinstance(down, Tensor)
@@ -257,7 +266,7 @@ class TritonExperts:
         inner = grouped_gate_up(x, joined, routes, blocks, gate_up_tile)
         joined = JoinedExperts(own=down, shared=shared.down)
         outputs = grouped_down(inner, joined, routes, blocks, down_tile)
-        return combine.combine(outputs, routes, gate=gate)
+        return ExpertOutputs(outputs=outputs, routes=routes, gate=gate)
 
     def _in_order(self, x: Tensor, routes: Routes) -> tuple[Tensor, Routes]:
         """A row for every route, as if it were a token's; where inputs are in order, as given."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.layers.context import FusedSums
+from engine.layers.context import FusedSums, Unsummed
 from kernels.ops import Ops
 from kernels.quant.coded_tokens import CodedTokens, InputForm
 
@@ -40,3 +40,7 @@ class RmsNorm:
     def add_sum(self, x: Tensor, residual: Tensor, sums: FusedSums) -> tuple[Tensor, Tensor]:
         """As `add` of the sum of `x` over the ranks."""
         return sums.add_norm(x, residual, self._weight, self._eps)
+
+    def add_unsummed(self, x: Unsummed, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As `add` of the sum of `x`."""
+        return x.add_norm(residual, self._weight, self._eps)

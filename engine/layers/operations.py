@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.layers.attention import ProjectedTokens
-from engine.layers.context import ForwardContext
+from engine.layers.context import ForwardContext, Unsummed
 from kernels.moe.routes import Routes
 from kernels.quant.coded_tokens import CodedTokens
 
@@ -58,6 +58,9 @@ class Flow:
     coded: CodedTokens | None = None
     # `x` is this rank's part of a sum, which the norm that follows takes (`FusedSums`).
     owes_sum: bool = False
+    # What the output of the part before is the sum of, in place of `x`, for the norm that follows;
+    # of a single rank.
+    unsummed: Unsummed | None = None
     # of `FeedForward`; None where no token is padding
     slots: Tensor | None = None
     # [S] integer  the tokens that the last layer keeps; None = all, or those of `ctx.last`
@@ -95,7 +98,7 @@ class Flow:
 
     def tensors(self) -> tuple[object, ...]:
         """All that an operation of this flow may read; whoever has them keeps their memory."""
-        routed = self.routes, self.shared, self.dispatched, self.parts
+        routed = self.routes, self.shared, self.dispatched, self.parts, self.unsummed
         return self.x, self.residual, self.coded, self.tokens, *routed
 
 

@@ -13,6 +13,8 @@ from kernels.quant.coded_tokens import InputForm
 
 def sum_over_ranks(flow: Flow) -> None:
     """Now, or, where that is faster, with the norm that follows."""
+    if flow.unsummed is not None:
+        return  # of a single rank
     fused = flow.ctx.fused_sums
     flow.owes_sum = True
     if fused is None or flow.residual is None or not fused.fits(flow.x):
@@ -20,6 +22,9 @@ def sum_over_ranks(flow: Flow) -> None:
 
 
 def settle(flow: Flow) -> None:
+    """Takes what sums the flow owes, so that `x` is the output of the part before."""
+    if flow.unsummed is not None:
+        flow.x, flow.unsummed = flow.unsummed.sum(), None
     if flow.owes_sum:
         flow.x = flow.ctx.comm.all_reduce(flow.x)
         flow.owes_sum = False
@@ -34,6 +39,10 @@ def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Te
     if flow.owes_sum and fused is not None and flow.residual is not None:
         flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
         flow.owes_sum = False
+        return flow.residual
+    if flow.unsummed is not None and flow.residual is not None and form is None:
+        flow.x, flow.residual = norm.add_unsummed(flow.unsummed, flow.residual)
+        flow.unsummed = None
         return flow.residual
     settle(flow)
     if form is None:

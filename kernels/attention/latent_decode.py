@@ -7,7 +7,8 @@ whose plan and scratch memory are used: a tile of lines stands where that has a 
 one head of one of a row's new tokens, token after token. A program computes one item for one tile;
 all its lines share the loads, and values are the same loads again. Of more than 64 lines
 (DeepSeek-V3 has 128 heads) each tile reads the keys, all but the first from L2. Parts of a row are
-combined by a second kernel, in part order: the result depends on no order of programs.
+combined by a second kernel or, of many rows with few lines, by the last part to end, in part order:
+the result depends on no order of programs.
 
 Rows that verify drafts have up to `max_queries` tokens, as many as `cu_tokens` says when the step
 runs: query i of n sees the keys before num_keys - (n - 1 - i). A part may hold no key that a query
@@ -61,7 +62,15 @@ _TILE_KEYS, _MIN_TILE_KEYS = 32, 16
 # Of few lines on an H200: a tile takes 1.9 us where a row's programs have an SM each, a part more
 # 0.22 us in the combination.
 _PARTS_A_TILE = 8
+# The matrix instruction of 16 rows adds 16 columns at a time, one product after the other: a latent
+# of 512 in one chunk is a chain of 32 of them, for which the loads of the next tile wait.
+_MAX_CHUNKS, _LEAST_CHUNK = 4, 128
 _UNSPLIT = 1 << 20  # tiles, more than any row has
+# The last part to end joins those of a row one after the other. A kernel joins many parts sooner,
+# but has a program for each row and head, of whole rows too: on an H200 it takes 7 us of 256 rows.
+_JOINED_PARTS = 5  # on average, at most
+_LEAST_JOINED = 4  # tiles of a part that is joined so
+_NEVER = 1 << 30
 _PART_TILE = 4  # parts combined at once
 
 
@@ -71,6 +80,8 @@ class LatentWork:
 
     shape: LatentShape
     max_queries: int  # of a row; 1 = row r's query is token r
+    num_chunks: int  # as of `LatentConfig`
+    joins_last: bool  # the last part to end joins a row's; else a kernel that follows
     split: DecodeWork
     # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
     row_parts: Tensor
@@ -85,30 +96,64 @@ class LatentConfig:
 
     decode: DecodeConfig
     num_tiles: int
+    num_chunks: int = 1  # equal parts of a latent, each with products of its own
+    # Rows and tiles, multiplied, from which the last part of a row to end joins them all: few then.
+    joined_from: int = _NEVER
 
 
 @triton.jit
-def _split_queries(q_latent, q_rope, scales_ptr, layer, RANK: tl.constexpr, ROPE_DIM: tl.constexpr):
+def _load_chunks(pointers, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """`CHUNKS` tiles of `WIDTH` columns each from `pointers` on; these and mask: [lines, 1]."""
+    chunks = tl.tuple(())
+    columns = tl.arange(0, WIDTH)[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        chunks += (tl.load(pointers + (chunk * WIDTH + columns), mask=mask, other=0),)
+    return chunks
+
+
+@triton.jit
+def _no_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Zeros in fp32, of every chunk."""
+    sums = tl.tuple(())
+    for _ in tl.static_range(CHUNKS):
+        sums += (tl.zeros([LINES, WIDTH], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _split_queries(q_latent, q_rope, scales_ptr, layer, CHUNKS: tl.constexpr):
     """Both parts' even and odd columns, the queries' factors on scores, and that on means.
 
-    Of a store without scales what is given, and ones.
+    q_latent: its chunks. Of a store without scales what is given, and ones.
     """
-    rows: tl.constexpr = q_latent.shape[0]
+    lines: tl.constexpr = q_rope.shape[0]
     q_latent_odd, q_rope_odd = q_latent, q_rope
-    inverse = tl.full([rows], 1.0, tl.float32)
+    inverse = tl.full([lines], 1.0, tl.float32)
     mean_scale = 1.0
     if scales_ptr is not None:
         mean_scale = tl.load(scales_ptr + layer * 2)
         rope = q_rope.to(tl.float32) * (tl.load(scales_ptr + layer * 2 + 1) / mean_scale)
-        latent = q_latent.to(tl.float32)
-        biggest = tl.maximum(tl.max(tl.abs(latent), 1), tl.max(tl.abs(rope), 1))
+        biggest = tl.max(tl.abs(rope), 1)
+        for chunk in tl.static_range(CHUNKS):
+            biggest = tl.maximum(biggest, tl.max(tl.abs(q_latent[chunk].to(tl.float32)), 1))
         factor, inverse = fitting_powers(biggest)
-        latent, rope = latent * factor[:, None], rope * factor[:, None]
-        if q_latent.dtype != tl.float32:
-            latent, rope = latent.to(tl.float16), rope.to(tl.float16)
-        q_latent, q_latent_odd = tl.split(tl.reshape(latent, [rows, RANK // 2, 2]))
-        q_rope, q_rope_odd = tl.split(tl.reshape(rope, [rows, ROPE_DIM // 2, 2]))
+        q_rope, q_rope_odd = _even_and_odd(rope * factor[:, None], q_rope.dtype)
+        even, odd = tl.tuple(()), tl.tuple(())
+        for chunk in tl.static_range(CHUNKS):
+            fitted = q_latent[chunk].to(tl.float32) * factor[:, None]
+            one, other = _even_and_odd(fitted, q_latent[chunk].dtype)
+            even += (one,)
+            odd += (other,)
+        q_latent, q_latent_odd = even, odd
     return q_latent, q_latent_odd, q_rope, q_rope_odd, inverse * mean_scale, mean_scale
+
+
+@triton.jit
+def _even_and_odd(fitted, dtype: tl.constexpr):
+    """The columns of a tile in fp32, in float16 unless queries have 32 bits."""
+    if dtype != tl.float32:
+        fitted = fitted.to(tl.float16)
+    return tl.split(tl.reshape(fitted, [fitted.shape[0], fitted.shape[1] // 2, 2]))
 
 
 @triton.jit
@@ -134,6 +179,115 @@ def _query_places(
     if HAS_DRAFTS:
         places = (lines // NUM_HEADS * TOKEN_STRIDE + lines % NUM_HEADS * QUERY_DIM)[:, None]
     return places
+
+
+@triton.jit
+def _add_scores(
+    q, q_odd, k, k_odd, scores, score_scale, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr
+):
+    """score_scale * (scores + the products of all chunks).
+
+    Several are scaled before they are added: the compiler would make one chain of bare products.
+    """
+    if CHUNKS == 1:
+        total = dot_keys(q[0], q_odd[0], k[0], k_odd[0], IS_FP8, scores) * score_scale
+    else:
+        total = scores * score_scale
+        for chunk in tl.static_range(CHUNKS):
+            total += dot_keys(q[chunk], q_odd[chunk], k[chunk], k_odd[chunk], IS_FP8) * score_scale
+    return total
+
+
+@triton.jit
+def _widen_chunks(
+    words, dtype: tl.constexpr, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr
+):
+    """`widen_pairs` of every chunk: the even and the odd numbers."""
+    all_even, all_odd = tl.tuple(()), tl.tuple(())
+    for chunk in tl.static_range(CHUNKS):
+        even, odd = widen_pairs(words[chunk], dtype, IS_FP8, KNOWS_E4M3)
+        all_even += (even,)
+        all_odd += (odd,)
+    return all_even, all_odd
+
+
+@triton.jit
+def _add_chunks(
+    p, v, v_odd, acc, acc_odd, shrink, CHUNKS: tl.constexpr, IS_FP8: tl.constexpr
+):  # fmt: skip
+    """`add_values` of every chunk."""
+    sums, sums_odd = tl.tuple(()), tl.tuple(())
+    for chunk in tl.static_range(CHUNKS):
+        even, odd = add_values(
+            p, v[chunk], v_odd[chunk], acc[chunk], acc_odd[chunk], shrink, IS_FP8
+        )
+        sums += (even,)
+        sums_odd += (odd,)
+    return sums, sums_odd
+
+
+@triton.jit
+def _store_means(
+    pointers, acc, acc_odd, factor, mask, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sums times `factor`, at `pointers` as `_load_chunks` would read them."""
+    columns = tl.arange(0, WIDTH)[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        means = joined(acc[chunk], acc_odd[chunk], IS_FP8) * factor
+        at = pointers + (chunk * WIDTH + columns)
+        tl.store(at, means.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join_if_last(
+    num_arrived_ptr, partial_ptr, log_sums_ptr, out_pointers, row_tile, first_slot, num_parts,
+    member, is_line, SLOT_STRIDE: tl.constexpr, RANK: tl.constexpr, CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Where this is the last part of its row and tile to arrive, the mean of all, in their order.
+
+    out_pointers: [lines, 1]. num_arrived_ptr: None = a kernel that follows joins them.
+    """
+    if num_arrived_ptr is not None:
+        # Order: all threads' stores, the barrier, one thread's release; the last's acquire, loads.
+        tl.debug_barrier()
+        arrived_ptr = num_arrived_ptr + row_tile
+        ticket = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+        if ticket == num_parts - 1:
+            width: tl.constexpr = RANK // CHUNKS
+            biggest = tl.full([member.shape[0]], float("-inf"), tl.float32)
+            total = tl.zeros([member.shape[0]], tl.float32)
+            sums = _no_sums(member.shape[0], width, CHUNKS)
+            for part in range(num_parts):
+                lines = first_slot + part * SLOT_STRIDE + member
+                # Load from L2: another SM wrote these, and this SM's L1 may hold stale data.
+                log_sums = tl.load(
+                    log_sums_ptr + lines, mask=is_line, other=0.0, cache_modifier=".cg"
+                )
+                bigger = tl.maximum(biggest, log_sums)
+                weight = tl.exp2(log_sums - bigger)
+                shrink = tl.exp2(biggest - bigger)
+                total = total * shrink + weight
+                sums = _add_part(
+                    sums, partial_ptr + lines[:, None] * RANK, is_line[:, None], shrink, weight,
+                    width, CHUNKS,
+                )  # fmt: skip
+                biggest = bigger
+            factor = (1.0 / total)[:, None]
+            _store_means(out_pointers, sums, sums, factor, is_line[:, None], width, CHUNKS, False)
+            tl.store(arrived_ptr, 0)
+
+
+@triton.jit
+def _add_part(sums, pointers, mask, shrink, weight, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sums of means, times `shrink`, and one part's more, times `weight`."""
+    columns = tl.arange(0, WIDTH)[None, :]
+    added = tl.tuple(())
+    for chunk in tl.static_range(CHUNKS):
+        at = pointers + (chunk * WIDTH + columns)
+        means = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        added += (sums[chunk] * shrink[:, None] + means * weight[:, None],)
+    return added
 
 
 @triton.jit
@@ -172,6 +326,7 @@ def _latent_decode_kernel(
     partial_ptr,  # fp32 [items, tiles, TILE_LINES, RANK]
     log_sums_ptr,  # fp32 [items, tiles, TILE_LINES]
     row_parts_ptr,  # int32 [R, 2]
+    num_arrived_ptr,  # int32 [R, tiles], zeros, or None
     out_ptr,  # [T, heads, RANK]
     # constants
     layer,
@@ -188,6 +343,7 @@ def _latent_decode_kernel(
     LAYER_STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of a latent
     SHIFT: tl.constexpr,  # by which power of two weights are too large
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -229,42 +385,44 @@ def _latent_decode_kernel(
         is_line = is_line & (queries < num_queries)
         last_seen = (num_keys - num_queries + queries)[:, None]  # the key of the query's own token
     has_line = is_line[:, None]
-    rank = tl.arange(0, RANK)
     rope = tl.arange(0, ROPE_DIM)
     first = first_token * (NUM_HEADS * RANK)
-    within = lines[:, None] * RANK + rank[None, :]
-    q_latent = tl.load(q_latent_ptr + first + within, mask=has_line, other=0.0)
+    chunk_dim: tl.constexpr = RANK // CHUNKS
+    within = lines[:, None] * RANK
+    q_latent = _load_chunks(q_latent_ptr + first + within, has_line, chunk_dim, CHUNKS)
     places = _query_places(lines, NUM_HEADS, Q_TOKEN_STRIDE, QUERY_DIM, HAS_DRAFTS)
     rotated = places + (QUERY_DIM - ROPE_DIM) + rope[None, :]
     q_rope = tl.load(q_ptr + first_token * Q_TOKEN_STRIDE + rotated, mask=has_line, other=0.0)
     q_latent, q_latent_odd, q_rope, q_rope_odd, score_scale, mean_scale = _split_queries(
-        q_latent, q_rope, scales_ptr, layer, RANK, ROPE_DIM
+        q_latent, q_rope, scales_ptr, layer, CHUNKS
     )
     score_scale = (score_scale * SCALE_LOG2E)[:, None]
     IS_FP8: tl.constexpr = scales_ptr is not None
-    rank_words: tl.constexpr = RANK // 2 if IS_FP8 else RANK
+    chunk_words: tl.constexpr = chunk_dim // 2 if IS_FP8 else chunk_dim
     rope_words: tl.constexpr = ROPE_DIM // 2 if IS_FP8 else ROPE_DIM
-    of_latent = tl.arange(0, rank_words)
+    rank_words: tl.constexpr = chunk_words * CHUNKS
     of_key = rank_words + tl.arange(0, rope_words)
 
     keys_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, rank_words], tl.float32)
+    weights = tl.zeros([QUERY_ROWS, TILE_KEYS], tl.float32)
+    acc = _no_sums(QUERY_ROWS, chunk_words, CHUNKS)
     acc_odd = acc
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         is_key = keys < end_key
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, rank_words + rope_words)
         vectors = keys_ptr + offsets[:, None]
-        latents = tl.load(vectors + of_latent[None, :], mask=is_key[:, None], other=0)
+        words = _load_chunks(vectors, is_key[:, None], chunk_words, CHUNKS)
         rotated_keys = tl.load(vectors + of_key[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        latents, latents_odd = widen_pairs(latents, q_latent.dtype, IS_FP8, KNOWS_E4M3)
         keys_even, keys_odd = widen_pairs(rotated_keys, q_rope.dtype, IS_FP8, KNOWS_E4M3)
-        scores = dot_keys(q_latent, q_latent_odd, latents, latents_odd, IS_FP8)
-        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8, scores) * score_scale
+        latents, latents_odd = _widen_chunks(words, q_rope.dtype, CHUNKS, IS_FP8, KNOWS_E4M3)
+        scores = dot_keys(q_rope, q_rope_odd, keys_even, keys_odd, IS_FP8)
+        scores = _add_scores(
+            q_latent, q_latent_odd, latents, latents_odd, scores, score_scale, CHUNKS, IS_FP8
+        )
         is_seen = is_key[None, :]
         if HAS_DRAFTS:
             is_seen = is_seen & (keys[None, :] <= last_seen)
@@ -273,19 +431,25 @@ def _latent_decode_kernel(
         finite = _finite(bigger, HAS_DRAFTS)  # each tile has a key, but maybe none that is seen
         p = tl.exp2(scores - (finite - SHIFT)[:, None])
         shrink = tl.exp2(biggest - finite)
-        total = total * shrink + tl.sum(p, 1)
-        acc, acc_odd = add_values(p, latents, latents_odd, acc, acc_odd, shrink, IS_FP8)
+        weights = weights * shrink[:, None] + p
+        acc, acc_odd = _add_chunks(p, latents, latents_odd, acc, acc_odd, shrink, CHUNKS, IS_FP8)
         biggest = bigger
-    divisor = _divisor(total, HAS_DRAFTS)
-    means = joined(acc, acc_odd, IS_FP8) / divisor[:, None] * mean_scale
+    total = tl.sum(weights, 1)
+    factor = (mean_scale / _divisor(total, HAS_DRAFTS))[:, None]
     if num_parts == 1:
-        tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=has_line)
+        whole = out_ptr + first + within
+        _store_means(whole, acc, acc_odd, factor, has_line, chunk_dim, CHUNKS, IS_FP8)
     else:
         slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_LINES
-        partial = partial_ptr + (slot + member[:, None]) * RANK + rank[None, :]
-        tl.store(partial, means, mask=has_line)
+        partial = partial_ptr + (slot + member[:, None]) * RANK
+        _store_means(partial, acc, acc_odd, factor, has_line, chunk_dim, CHUNKS, IS_FP8)
         log_sums = biggest - SHIFT + tl.log2(total)  # of an empty sum -inf
         tl.store(log_sums_ptr + slot + member, log_sums, mask=is_line)
+        _join_if_last(
+            num_arrived_ptr, partial_ptr, log_sums_ptr, out_ptr + first + within,
+            row * NUM_TILES + tile, slot - part.to(tl.int64) * NUM_TILES * TILE_LINES, num_parts,
+            member, is_line, NUM_TILES * TILE_LINES, RANK, CHUNKS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -364,9 +528,15 @@ def fitted_config(
         config = replace(config, min_part_tiles=1, parts_a_tile=_PARTS_A_TILE)
     if device.is_gpu:
         config = replace(config, num_programs=per_sm * device.num_sms)
+    joined_from = _NEVER
     if whole_rows:
         config = replace(config, min_part_tiles=_UNSPLIT)
-    return LatentConfig(decode=config, num_tiles=num_tiles)
+    elif is_few:
+        joined_from = config.num_programs // _JOINED_PARTS
+    num_chunks = max(1, min(_MAX_CHUNKS, shape.rank // _LEAST_CHUNK)) if is_few else 1
+    return LatentConfig(
+        decode=config, num_tiles=num_tiles, num_chunks=num_chunks, joined_from=joined_from
+    )
 
 
 def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tuple[int, int]:
@@ -430,8 +600,18 @@ def open_latent(
     num_rows = len(rows.num_keys)
     row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
     decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
+    joins_last = max_queries == 1 and num_rows * config.num_tiles >= config.joined_from
+    if joins_last:
+        decode = replace(decode, min_part_tiles=max(decode.min_part_tiles, _LEAST_JOINED))
     split = open_decode(rows, max_keys, scratch, decode)
-    return LatentWork(shape=shape, max_queries=max_queries, split=split, row_parts=row_parts)
+    return LatentWork(
+        shape=shape,
+        max_queries=max_queries,
+        num_chunks=config.num_chunks,
+        joins_last=joins_last,
+        split=split,
+        row_parts=row_parts,
+    )
 
 
 def _num_extra(num_rows: int, config: LatentConfig) -> int:
@@ -488,6 +668,7 @@ def latent_decode(
         split.partial,
         split.log_sums,
         work.row_parts,
+        split.num_arrived if work.joins_last else None,
         out,
         layer,
         SCALE_LOG2E=shape.scale * math.log2(math.e),
@@ -503,6 +684,7 @@ def latent_decode(
         LAYER_STRIDE=words.stride(1),
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=_query_rows(tile_lines),
+        CHUNKS=work.num_chunks,
         SHIFT=0.0 if scales is None else SHIFT,
         KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
@@ -510,8 +692,8 @@ def latent_decode(
         num_stages=config.num_stages,
         launch_pdl=use_pdl,
     )
-    if len(items) == len(work.row_parts):
-        return  # no row has two parts
+    if work.joins_last or len(items) == len(work.row_parts):
+        return  # no row has two parts, or they are joined
     _latent_combine_kernel[(len(work.row_parts), work.max_queries * shape.num_heads)](
         split.partial,
         split.log_sums,

@@ -28,6 +28,7 @@ from kernels.pdl import pdl_supported
 _CHUNK = 2048
 _SMALL_CHUNK = 512
 _COUNTED_CHUNK = 256
+_COUNTS_AT_ONCE = 4096  # of chunks and experts, that a program reads together
 # Up to so many routes one kernel is faster than three.
 _MAX_UNCOUNTED = 2 * _CHUNK
 # Numbers of routes up to which one kernel, or one way of calling it, is used.
@@ -322,7 +323,7 @@ def _align_many(ids: Tensor, blocks: Blocks, num_experts: int) -> None:
         E=num_experts,
         BLOCK_E=block_e,
         BLOCK_M=block_m,
-        CHUNKS=max(1, 4096 // block_e),
+        CHUNKS=max(1, _COUNTS_AT_ONCE // block_e),
         USE_PDL=use_pdl,
         num_warps=8,
         launch_pdl=use_pdl,

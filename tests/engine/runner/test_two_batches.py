@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kv.tables import BlockTables
 from engine.layers.context import SINGLE_RANK
+from engine.layers.moe import TorchExperts
 from engine.layers.operations import Flow, Lane, Op
 from engine.layers.schedules import InlineLanes
 from engine.models.llama import Export
@@ -24,7 +25,12 @@ from engine.runner.inputs import InputBatch
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.two_batches import TwoBatches, first_half, second_half
 from kernels.attention.protocol import build_step
-from tests.engine.ranks.exact_models import build_exact, save_whole_numbers, snapped_mixtures
+from tests.engine.ranks.exact_models import (
+    SnappingOps,
+    build_exact,
+    save_whole_numbers,
+    snapped_mixtures,
+)
 from tests.engine.ranks.rank_stories import EVERY_STEP, tell
 from tests.engine.runner.graph_story import KINDS
 from tests.engine.runner.step_driver import StepDriver
@@ -65,6 +71,40 @@ def _same(ours: list[Tensor | StepResult], theirs: list[Tensor | StepResult]) ->
 
 def test_chunks_decodes_and_scores_are_those_of_whole_steps(exact: Path) -> None:
     assert _same(tell(SINGLE_RANK, exact, overlaps=True), tell(SINGLE_RANK, exact))
+
+
+class _Left:
+    """A sum that is left to the norm after it, as kernels leave that of a token's experts."""
+
+    num_normed = num_summed = 0
+
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
+
+    def sum(self) -> Tensor:
+        _Left.num_summed += 1
+        return self._total
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        _Left.num_normed += 1
+        return SnappingOps().rms_norm_add(self._total, residual, weight, eps)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sums_left_to_the_norm_are_those_of_experts(
+    overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, "Qwen2MoeForCausalLM", **MODELS["Qwen2MoeForCausalLM"])
+    save_whole_numbers(tmp_path, seed=3)
+    whole = tell(SINGLE_RANK, tmp_path)
+    monkeypatch.setattr(
+        TorchExperts, "unsummed", lambda *given: _Left(TorchExperts.__call__(*given))
+    )
+    monkeypatch.setattr(_Left, "num_normed", 0)
+    monkeypatch.setattr(_Left, "num_summed", 0)
+    assert _same(tell(SINGLE_RANK, tmp_path, overlaps=overlaps), whole)
+    assert _Left.num_normed > 0
+    assert _Left.num_summed == 0
 
 
 def _story(driver: StepDriver, seed: int) -> list[StepResult]:

@@ -253,7 +253,7 @@ def _triton(problem: LatentProblem, **options: Any) -> Any:
     )
 
 
-def _small_tiles(num_tiles: int = 1) -> dict[str, Any]:
+def _small_tiles(num_tiles: int = 1, num_chunks: int = 1, joined_from: int = 3) -> dict[str, Any]:
     """Tiles so small that short rows are split, masked, combined and cut into pieces."""
     from kernels.attention.latent_decode import LatentConfig
     from kernels.attention.latent_prefill import LatentPrefillConfig
@@ -263,23 +263,26 @@ def _small_tiles(num_tiles: int = 1) -> dict[str, Any]:
         "decode_config": LatentConfig(
             decode=DecodeConfig(tile_keys=16, min_part_tiles=1, num_programs=24),
             num_tiles=num_tiles,
+            num_chunks=num_chunks,
+            joined_from=joined_from,
         ),
         "prefill_config": LatentPrefillConfig(tile_queries=16, tile_keys=16),
     }
 
 
 # Heads of one tile, of two and of a number with few divisors; sizes of no tile.
-IN_E4M3 = _shape(3, 32, 32, 24, 20)
+IN_E4M3 = _shape(3, 64, 32, 24, 20)
 INTERPRETED = [SMALL, _shape(16, 16, 16, 20, 36), _shape(72, 16, 16, 16, 16)]
 
 
 def check_some() -> None:
     problem = build_problem([(2, 1), (35, 1), (0, 7), (18, 9)], SMALL)
     made = SMALL.num_heads * (SMALL.nope_dim + SMALL.value_dim) + SMALL.width
-    check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
+    check(_triton(problem, **_small_tiles(num_chunks=2), piece_bytes=4 * made * 11), problem)
     _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
     _check_e4m3([(35, 1), (18, 9)], IN_E4M3, piece_bytes=4 * made * 11)
+    _check_joined([(2, 1), (150, 1), (95, 1)], SMALL, **_small_tiles(num_chunks=2))
     _check_prompt_replays(1)
 
 
@@ -306,16 +309,36 @@ def _check_e4m3(
 ) -> None:
     problem = build_problem(rows, shape, dtype=dtype, device=device).in_e4m3()
     if device == "cpu":
-        options |= _small_tiles(2 if shape.num_heads > 64 else 1)
+        options |= _small_tiles(2 if shape.num_heads > 64 else 1, shape.rank // 32)
     check(_triton(problem, **options), problem)
     check(_triton(problem, fixed_tile=True), problem)
+
+
+def _check_joined(
+    rows: Rows,
+    shape: LatentShape,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> None:
+    """Parts of many rows, which the last to end joins, step after step."""
+    problem = build_problem(rows, shape, device=device, dtype=dtype)
+    backend = _triton(problem, **options)
+    metadata = backend.plan(problem.step)
+    work = metadata.decode
+    assert work.joins_last
+    assert work.split.items[None][:, 2].max() > 1, "no row has two parts"
+    for layer in (1, 0, 1):
+        out = run(backend, problem, layer, metadata)
+        assert_close(out, problem.exact(layer), TOLERANCES[dtype])
+        assert not work.split.num_arrived.any(), "the next step begins with none"
 
 
 def check_all() -> None:
     for shape in INTERPRETED:
         for name in drawn(list(ROW_SETS), 3):
             problem = build_problem(ROW_SETS[name], shape)
-            small = _small_tiles(2 if shape.num_heads > 64 else 1)
+            small = _small_tiles(2 if shape.num_heads > 64 else 1, shape.rank // 16)
             check(_triton(problem, **small), problem)
             keys = random.choice((7, 16, 40))
             made = shape.num_heads * (shape.nope_dim + shape.value_dim) + shape.width
@@ -325,6 +348,8 @@ def check_all() -> None:
     for shape in (IN_E4M3, _shape(72, 32, 32, 16, 16)):
         for dtype in (torch.float32, torch.float16):
             _check_e4m3(ROW_SETS[drawn(list(ROW_SETS), 1)[0]], shape, dtype, piece_bytes=9000)
+    tiles = _small_tiles(2, 1)
+    _check_joined([(2, 1), (150, 1), (95, 1)], _shape(72, 16, 16, 16, 16), **tiles)
     _check_fixed_bits()
     _check_replays()
     _check_products()
@@ -491,6 +516,14 @@ def test_flash_attention_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> Non
             for case in (problem, problem.in_e4m3()):
                 check(flash, case)
                 check(PhasedLatent(prefill=flash, decode=_triton(case), graph=None), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [60, 256])
+def test_parts_of_many_rows_are_joined_on_a_gpu(num_rows: int, dtype: torch.dtype) -> None:
+    rows = [(137 * row % 3000, 1) for row in range(num_rows)]
+    _check_joined(rows, V2_LITE, "cuda", dtype)
 
 
 @pytest.mark.gpu

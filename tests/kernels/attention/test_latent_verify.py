@@ -51,7 +51,10 @@ def _verify(problem: LatentProblem, max_queries: int, num_tiles: int | None = No
     config = None
     if num_tiles is not None:
         small = DecodeConfig(tile_keys=16, min_part_tiles=1, num_programs=24)
-        config = LatentConfig(decode=small, num_tiles=num_tiles)
+        least_chunk = 16 if problem.scales is None else 32
+        config = LatentConfig(
+            decode=small, num_tiles=num_tiles, num_chunks=problem.shape.rank // least_chunk
+        )
     device = problem.store.device
     return LatentVerify(problem.shape, max_queries=max_queries, device=device, config=config)
 
@@ -121,7 +124,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
         problem = build_problem(MIXED, SMALL)
         check(_verify(problem, 5, 1), problem)
 
-    odd, wide = latent_shape(3, 32, 32, 24, 20), latent_shape(24, 16, 16, 20, 36)
+    odd, wide = latent_shape(3, 64, 32, 24, 20), latent_shape(24, 16, 16, 20, 36)
     return [
         mixed,
         layers(odd, 4, 1, is_e4m3=True),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernels.moe import held as held_kernels
 from kernels.moe import load as load_kernels
 from kernels.moe import reference
 from kernels.moe.align import align, align_reference, can_join, max_blocks
-from kernels.moe.combine import combine
+from kernels.moe.combine import ExpertOutputs, combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
     by_block,
@@ -29,6 +30,7 @@ from kernels.moe.routes import Routes
 from kernels.moe.shared import JoinedExperts, SharedMatrices
 from kernels.moe.tiles import FewTile, Tile
 from kernels.reference import silu_mul
+from kernels.rms_norm import rms_norm_add
 from tests.harness.gpus import gpu
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import drawn, run_interpreted
@@ -387,6 +389,8 @@ def _check_drawn_products(number: int) -> None:
     for check in drawn(CHECKS_OF_PRODUCTS, number):
         check()
     _check_combine(131, "cpu")
+    _check_combine_norm(5, 40, torch.float32, "cpu")
+    _check_combine_norm(3, 130, torch.float16, "cpu", 2)
     _check_integers("cpu")
 
 
@@ -399,6 +403,38 @@ def _check_combine(num_tokens: int, device: str) -> None:
     assert_near(combine(outputs, routes), exact, torch.float32)
     twin = reference.combine(outputs.nan_to_num())
     assert torch.equal(combine(outputs, routes), twin)
+
+
+def _check_combine_norm(
+    num_tokens: int, hidden: int, dtype: torch.dtype, device: str, num_active: int = 3
+) -> None:
+    """The sum that goes on with the norm has the bits of both apart, and is near float64."""
+    make: dict[str, Any] = {"dtype": dtype, "device": device}
+    routes = random_routes(num_tokens, 9, num_active, device)
+    gate, weight = random_tensor(num_tokens, 1, **make), random_tensor(hidden, **make)
+    for num_parts, shared in ((0, None), (0, random_tensor(num_tokens, hidden, **make)), (2, None)):
+        outputs = random_tensor(num_tokens, num_active + num_parts, hidden, **make)
+        exact = outputs[:, :num_active].double()
+        exact[2:3] = 0.0  # padding
+        outputs[2:3, :num_active] = torch.nan
+        stream = random_tensor(num_tokens, hidden + 8, **make)[:, :hidden]  # strided
+        has_shared = num_parts > 0 or shared is not None
+        given = ExpertOutputs(
+            outputs=outputs, routes=routes, shared=shared, gate=gate if has_shared else None
+        )
+        of_all = outputs[:, num_active:].double().sum(dim=1)
+        of_all = of_all if shared is None else shared.double()
+        exact_sum = exact.sum(dim=1) + of_all * gate.double().sigmoid()
+        apart = rms_norm_add(given.sum(), stream.clone(), weight, 1e-5)
+        residual = stream.clone()
+        normed, returned = given.add_norm(residual, weight, 1e-5)
+        assert returned is residual
+        assert torch.equal(normed, apart[0])
+        assert torch.equal(residual, apart[1])
+        exact_stream = exact_sum + stream.double()
+        assert_near(residual, exact_stream, dtype)
+        mean = exact_stream.square().mean(dim=1, keepdim=True)
+        assert_near(normed, exact_stream * (mean + 1e-5).rsqrt() * weight.double(), dtype)
 
 
 def _check_integers(device: str) -> None:
@@ -544,6 +580,18 @@ def test_a_shared_expert_is_computed_with_a_tokens_others_on_a_gpu(
 @pytest.mark.parametrize("num_tokens", [1, 128, 129, 1025])
 def test_the_sum_on_a_gpu(num_tokens: int) -> None:
     _check_combine(num_tokens, "cuda")
+
+
+@pytest.mark.gpu
+@GPU_DTYPES
+def test_the_sum_goes_on_with_the_norm_on_a_gpu(dtype: torch.dtype) -> None:
+    for num_tokens, hidden, num_active in (
+        (1, 2048, 6),
+        (64, 2048, 8),
+        (300, 2880, 4),
+        (7, 250, 3),
+    ):
+        _check_combine_norm(num_tokens, hidden, dtype, "cuda", num_active)
 
 
 @pytest.mark.gpu
