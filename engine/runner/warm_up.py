@@ -107,6 +107,9 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
         row = DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
         yield [row]
         yield [row, row, chunk]
+    # Ranks gather the logits of rows that draw: of so many maybe by another library.
+    drawn = DummyRow(num_computed_tokens=3, num_new_tokens=1, params=SAMPLING_KINDS[0])
+    yield [drawn] * num_rows
     asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
     yield [DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
 

@@ -49,7 +49,9 @@ Purse. Steps with drafts pay into it what they gain over plain steps, or take ou
 each step adds `refill` up to `purse_steps`. An empty purse stops speculation until it is half full,
 so the loss is at most `refill` of the time and `purse_steps` plain steps, whatever is accepted or
 mispredicted. A step of more than `most_times` its prediction counts as that much: else a pause of
-the host, as while a kernel compiles, would be owed for thousands of steps. Of what was gained
+the host, as while a kernel compiles, would be owed for thousands of steps. Beside prompts drafts
+count as at most twice what they were to add: the prediction of a long prompt is wrong by more than
+a plain step. Of what was gained
 `saved_steps` more are kept: drafts that pay are not stopped by a pause, and drafts that no longer
 do may lose that much of what they gained.
 
@@ -338,8 +340,7 @@ class Purse:
         rules = self._rules
         self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
-            most_s = rules.most_times * drafts.step_s
-            self._add_gain(drafts, num_tokens, min(seconds / self._bias, most_s))
+            self._add_gain(drafts, num_tokens, self._counted_s(drafts, seconds / self._bias))
         else:
             self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
@@ -350,6 +351,13 @@ class Purse:
             self.num_stops += 1
         elif self.is_half_full:
             self.is_on = True
+
+    def _counted_s(self, drafts: StepDrafts, seconds: float) -> float:
+        """As much of a step's seconds as is the doing of its drafts, for all that is known."""
+        if not drafts.kind.has_prompts:
+            return min(seconds, self._rules.most_times * drafts.step_s)
+        added_s = drafts.step_s - drafts.plain_s
+        return float(np.clip(seconds, drafts.step_s - added_s, drafts.step_s + added_s))
 
     def _add_gain(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
         earned_s = num_tokens / drafts.plain_rate

@@ -30,6 +30,7 @@ class AcceptanceRate:
     FIRST_RATE = 0.7  # hopeful, so that it is tried
     FIRST_WEIGHT = 4.0  # judged drafts
     DECAY = 0.995  # an attempt
+    LEAST_KEPT = 0.95  # of all before a step: one with hundreds of attempts is noisy, too
     NUM_KNOWN = 8.0  # judged drafts after which the rate is known
 
     def __init__(self) -> None:
@@ -48,10 +49,9 @@ class AcceptanceRate:
 
     def observe(self, num_judged: Integers, num_accepted: Integers) -> None:
         """Of attempts [N], the oldest first."""
-        num = len(num_judged)
-        weights = self.DECAY ** np.arange(num - 1, -1, -1)
-        self._accepted = self._accepted * self.DECAY**num + float(weights @ num_accepted)
-        self._judged = self._judged * self.DECAY**num + float(weights @ num_judged)
+        kept = max(self.DECAY ** len(num_judged), self.LEAST_KEPT)
+        self._accepted = self._accepted * kept + float(num_accepted.sum())
+        self._judged = self._judged * kept + float(num_judged.sum())
 
 
 class RequestGates:
@@ -63,7 +63,7 @@ class RequestGates:
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._next_trial_step = 0
-        self._trial_wait_steps = rules.retry_steps  # until the next trials
+        self._trial_wait_steps: float = rules.retry_steps  # until the next trials
         self.do_differ = False  # in what they accept, by more than chance
         self._positions = np.arange(rules.max_drafts)
         # [slots]
@@ -116,14 +116,17 @@ class RequestGates:
             begun = slots[is_open & is_new][: self._num_free_trials(step)]
             self._is_tried[begun] = True
             self._trial_step[begun] = step
-            if len(begun):
-                self._next_trial_step = step + self._trial_wait_steps
-                most_steps = self._rules.max_retry_steps
-                self._trial_wait_steps = min(2 * self._trial_wait_steps, most_steps)
+            self._wait_for_next_trial(len(begun), step)
             is_new &= ~self._is_tried[slots]
         if not self.everyone.is_known:
             is_open &= ~is_new
         return np.where(is_open, self._depth[slots], 0)
+
+    def _wait_for_next_trial(self, num_begun: int, step: int) -> None:
+        """Fewer than `trial_rows` wait a shorter time, and lengthen the next one by less."""
+        share, wait_steps = num_begun / self._rules.trial_rows, self._trial_wait_steps
+        self._next_trial_step = max(self._next_trial_step, step + round(share * wait_steps))
+        self._trial_wait_steps = min(2**share * wait_steps, self._rules.max_retry_steps)
 
     def _end_trials(self, step: int) -> None:
         is_over = self._is_tried & (step >= self._trial_step + self._rules.retry_steps)

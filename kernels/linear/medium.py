@@ -59,6 +59,7 @@ _FASTER_UP_TO = {
     Shape.NARROW: 64,
     Shape.WIDE: 0,
 }
+_LEAST_TOKENS = 33  # fewer were not measured
 # Weight rows of a tile: one part, or two of which the second is half as tall.
 _HEIGHTS = (16, 32, 48, 64, 96, 128, 192)
 _STAGES_BYTES = 200 * 1024  # of 227 KiB of shared memory; more was not faster
@@ -73,17 +74,15 @@ _LEAST_BUSY = Fraction(5, 6)
 
 
 def faster_for(weight: Tensor, num_multiprocessors: int, *, gated: bool) -> range:
-    """The numbers of tokens for which these kernels are faster than the library; may be empty.
-
-    Those of `kernels.linear.small` are faster for the first of them.
-    """
+    """The numbers of tokens for which these kernels are faster than the library; may be empty."""
     num_rows, num_columns = weight.shape
     most = _FASTER_UP_TO.get(shape_of(num_rows, num_columns, gated), 0)
     cut = choose_config(most, num_rows, num_multiprocessors)
     num_tiles = math.ceil(num_rows / (cut.first + cut.second))
     num_places = math.ceil(num_tiles / num_multiprocessors) * num_multiprocessors
     needs_tma = not gated and num_tiles < _LEAST_BUSY * num_places
-    return range(math.ceil(_LEAST_FILLED * cut.block_m) if needs_tma else 1, most + 1)
+    least = math.ceil(_LEAST_FILLED * cut.block_m) if needs_tma else _LEAST_TOKENS
+    return range(least, most + 1)
 
 
 def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> MediumConfig:

@@ -17,8 +17,10 @@ The units add products in fewer bits than fp32, so sums of BLOCK_K columns are a
 registers; those of pieces and groups are added once, at the end. Torch twin:
 `engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
-The gate may leave its result coded, too, for the product after it: of a tile's outputs each token
-has one scale. The rest is as in `kernels.quant.fp8_linear`.
+The gate may leave its result coded, too, for the product after it: of few tokens in pieces of e5m2,
+which need no scale, of more with a scale for each token of a tile's outputs. Small groups of few
+tokens would take longer to multiply than to code again. The rest is as in
+`kernels.quant.fp8_linear`.
 """
 
 from dataclasses import replace
@@ -33,13 +35,23 @@ from torch import Tensor
 from kernels.device import device_properties, stages_for
 from kernels.linear.small import add_parts, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
-from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
+from kernels.quant.coded_tokens import (
+    SECOND_PIECE,
+    WIDE,
+    WIDE_SCALE,
+    WIDE_SECOND,
+    CodedTokens,
+    InputForm,
+    empty_coded,
+)
 from kernels.quant.decode import knows_e4m3
 from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig
-from kernels.quant.token_groups import code_groups
+from kernels.quant.token_groups import code_groups, wide_pieces
 
 MAX_TOKENS = 64
 _SECOND_PIECE = tl.constexpr(SECOND_PIECE)
+_WIDE_SCALE = tl.constexpr(WIDE_SCALE)
+_WIDE_SECOND = tl.constexpr(WIDE_SECOND)
 _SIZE_MULTIPLE = 16
 _LEAST_COLUMNS = 16  # of a product of matrix units
 _MOST_COLUMNS = 128  # of a step's sums, which are in registers
@@ -49,11 +61,12 @@ _PARTS = (8, 6, 4, 3, 2)
 # By races on an H200 with Qwen3-8B's weights, alone and in the chain of a layer, see
 # load_tests/results. Tiles of up to 16 tokens have 64 rows, of which three programs are on a
 # multiprocessor at once: a weight's programs then fill all of them evenly, and one program's
-# products hide what another waits for. Nothing is prefetched: a layer took longer with it.
+# products hide what another waits for. A weight that four fill more evenly, such as the 28,672 rows
+# of Llama-3.1-8B, has four, with fewer stages. Nothing is prefetched: a layer took longer with it.
 _LEAST = QuantConfig(
     block_m=16, block_n=64, num_warps=4, num_stages=6, prefetch_bytes=0, starts_next_early=False
 )
-_LEAST_PROGRAMS = 3  # of a multiprocessor
+_LEAST_STAGES = {3: 6, 4: 4}  # by programs of a multiprocessor
 _LEAST_SQUARE = replace(_LEAST, block_k=256, num_stages=4)
 _SQUARE_TO = 4096  # rows and columns
 _SQUARE_PROGRAMS = 2
@@ -144,10 +157,17 @@ def _add_scaled(
 
 @triton.jit
 def _scaled(
-    acc, piece, scale_pointers, x_scale_pointers, NUM_TILES: tl.constexpr, X_GROUPS: tl.constexpr
+    acc, piece, scale_pointers, x_scale_pointers, NUM_TILES: tl.constexpr, X_GROUPS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc, by the factors of pieces and by scales that are the same for all columns."""
-    factors = tl.where(piece == 0, 1.0, _SECOND_PIECE)
+    """acc, by the factors of pieces and by scales that are the same for all columns.
+
+    IS_WIDE: pieces of x in e5m2, without scales.
+    """
+    if IS_WIDE:
+        factors = tl.where(piece == 0, _WIDE_SCALE, _WIDE_SCALE * _WIDE_SECOND)
+    else:
+        factors = tl.where(piece == 0, 1.0, _SECOND_PIECE)
     if X_GROUPS == 1:
         factors *= tl.load(x_scale_pointers)
     acc *= factors[None, :]
@@ -162,13 +182,21 @@ def _store_coded(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
 ) -> None:  # fmt: skip
-    """silu(gate) * up of acc [BLOCK_M, BLOCK_N], coded; every column is in the weight."""
+    """silu(gate) * up of acc [BLOCK_M, BLOCK_N], coded; every column is in the weight.
+
+    In groups of a tile's outputs, or in pieces of e5m2, by what codes_ptr points to.
+    """
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     NUM_OUTPUTS: tl.constexpr = N // 2
     WIDTH: tl.constexpr = BLOCK_N // 2
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    scales, first, second = code_groups(gate * tl.sigmoid(gate) * up, PIECES, KNOWS_E4M3)
+    y = gate * tl.sigmoid(gate) * up
+    if codes_ptr.dtype.element_ty == tl.float8e5:
+        first, second = wide_pieces(y)
+    else:
+        scales, first, second = code_groups(y, PIECES, KNOWS_E4M3)
+        tl.store(scales_ptr + tile * num_tokens + tokens, scales, mask=tokens < num_tokens)
     is_token = tokens < num_tokens
     columns = tile * WIDTH + tl.arange(0, WIDTH)
     places = codes_ptr + tokens[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :]
@@ -176,18 +204,18 @@ def _store_coded(
     if PIECES == 2:
         places += num_tokens.to(tl.int64) * NUM_OUTPUTS
         tl.store(places, second, mask=is_token[:, None])
-    tl.store(scales_ptr + tile * num_tokens + tokens, scales, mask=is_token)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_few_kernel(
-    x_ptr,  # [PIECES, num_tokens, K] e4m3
+    x_ptr,  # [PIECES, num_tokens, K] e4m3, or e5m2
     x_scales_ptr,  # [X_GROUPS, num_tokens] fp32
     codes_ptr,  # [N, K] e4m3
     scales_ptr,  # [ceil(N / TILE_ROWS), NUM_TILES] fp32
     bias_ptr,  # [N] if HAS_BIAS
-    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED; coded [PIECES, num_tokens, N // 2] e4m3
-    y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED
+    # [num_tokens, N], or N // 2 if IS_GATED; coded [PIECES, num_tokens, N // 2] e4m3 or e5m2
+    y_ptr,
+    y_scales_ptr,  # [tiles, num_tokens] fp32 if IS_CODED in e4m3
     partials_ptr,  # [tiles, SPLIT_K, num_tokens, BLOCK_N] fp32 if SPLIT_K > 1
     counters_ptr,  # [tiles] zeros, left as zeros
     num_tokens,
@@ -249,7 +277,8 @@ def _fp8_few_kernel(
         acc = _add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
     if USE_PDL and not STARTS_NEXT_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    acc = _scaled(acc, piece, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS)
+    is_wide: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e5
+    acc = _scaled(acc, piece, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS, is_wide)
     acc = add_joined(acc, BLOCK_N, PIECES * GROUPS, BLOCK_M)
     is_last = True
     if SPLIT_K > 1:
@@ -284,8 +313,11 @@ def choose_config(
     block_m = int(triton.next_power_of_2(num_tokens))
     if num_tokens <= _LEAST.block_m:
         is_square = max(num_rows, num_columns) <= _SQUARE_TO
-        config = _LEAST_SQUARE if is_square else _LEAST
-        programs = (_SQUARE_PROGRAMS if is_square else _LEAST_PROGRAMS) * num_sms
+        if is_square:
+            config, programs = _LEAST_SQUARE, _SQUARE_PROGRAMS * num_sms
+        else:
+            most = _most_even(triton.cdiv(num_rows, _LEAST.block_n), num_sms)
+            config, programs = replace(_LEAST, num_stages=_LEAST_STAGES[most]), most * num_sms
     else:
         least = max(least_rows, 128 if num_columns >= _DEEP * num_rows else 64)
         # Sums of two pieces of 256 rows would not fit the registers.
@@ -301,6 +333,11 @@ def choose_config(
         if is_even and num_tiles * split_k <= programs:
             return replace(config, block_m=block_m, split_k=split_k)
     return replace(config, block_m=block_m)
+
+
+def _most_even(num_tiles: int, num_sms: int) -> int:
+    """Programs of a multiprocessor of which `num_tiles` leave the fewest places empty."""
+    return min(_LEAST_STAGES, key=lambda most: most * triton.cdiv(num_tiles, most * num_sms))
 
 
 @cache
@@ -371,14 +408,17 @@ def fp8_few_linear(
 def fp8_few_gate(
     x: CodedTokens, weight: Fp8Operand, counters: Tensor, config: QuantConfig | None = None
 ) -> CodedTokens:
-    """silu(gate) * up in as many pieces as x, [T, N / 2], a group for each tile of the weight.
+    """silu(gate) * up, [T, N / 2], in as many pieces as x.
 
-    N must be a multiple of the tile's rows, as `codes_gate` says.
+    Of up to 16 tokens in pieces of e5m2, of more in a group for each tile of the weight. N must be
+    a multiple of the tile's rows, as `codes_gate` says.
     """
     num_pieces, num_rows = len(x.codes), weight.codes.shape[0]
     cut = _fitted(config, x, weight, _GATE_ROWS)
     assert num_rows % cut.block_n == 0, f"{num_rows} rows in tiles of {cut.block_n}"
     form = InputForm(pieces=num_pieces, group=cut.block_n // 2)
+    if num_pieces == 2 and x.num_tokens <= _LEAST.block_m:
+        form = WIDE
     y = empty_coded(x.num_tokens, num_rows // 2, form, x.codes)
     if y.codes.numel() > 0:
         _launch(x, weight, y.codes, y.scales, counters, cut, is_gated=True)
@@ -386,12 +426,9 @@ def fp8_few_gate(
 
 
 def codes_gate(num_tokens: int, num_pieces: int, weight: Fp8Operand) -> bool:
-    """Whether `fp8_few_gate` is the way for so many tokens and `weight`.
-
-    Of few tokens tiles have few rows: products of groups so small take longer than coding again.
-    """
+    """Whether `fp8_few_gate` is the way for so many tokens and `weight`."""
     cut = _wanted(num_tokens, num_pieces, weight, _GATE_ROWS)
-    return num_tokens > _LEAST.block_m and weight.codes.shape[0] % cut.block_n == 0
+    return weight.codes.shape[0] % cut.block_n == 0
 
 
 def _wanted(
@@ -458,7 +495,7 @@ def _launch(
         K=num_columns,
         PIECES=num_pieces,
         X_GROUP=x.group,
-        X_GROUPS=num_groups,
+        X_GROUPS=num_groups,  # none of e5m2
         GROUPS=groups_of(cut.block_k, x.group if num_groups > 1 else 0),
         TILE_ROWS=weight.tile_rows,
         TILE_COLUMNS=weight.tile_columns,

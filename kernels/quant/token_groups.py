@@ -15,6 +15,8 @@ from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import (
     LEAST_FIRST,
     SECOND_PIECE,
+    WIDE_SCALE,
+    WIDE_SECOND,
     CodedTokens,
     InputForm,
     empty_coded,
@@ -23,6 +25,8 @@ from kernels.quant.decode import knows_e4m3
 
 _LEAST_FIRST = tl.constexpr(LEAST_FIRST)
 _SECOND_FACTOR = tl.constexpr(1 / SECOND_PIECE)
+_WIDE_FACTOR = tl.constexpr(1 / WIDE_SCALE)
+_WIDE_SECOND_FACTOR = tl.constexpr(1 / WIDE_SECOND)
 _COLUMNS = 2048  # of a program, where groups are smaller than rows
 _NUM_WARPS = 4
 
@@ -75,6 +79,23 @@ def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN
         rest = (scaled - rounded) * _SECOND_FACTOR
         second = _nearest_e4m3(rest, KNOWS_E4M3)
     return scales, first, second
+
+
+@triton.jit
+def _nearest_e5m2(x):
+    """x: fp32; returns it in e5m2, which is float16's upper byte, and what is left of x."""
+    bits = x.to(tl.float16).to(tl.int16, bitcast=True)
+    bits = tl.where(x == x, bits + 0x80, bits)
+    kept = (bits & -256).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits >> 8).to(tl.int8).to(tl.float8e5, bitcast=True), x - kept
+
+
+@triton.jit
+def wide_pieces(x):  # noqa: ANN201
+    """x: fp32, any shape; returns its two pieces in e5m2."""
+    first, rest = _nearest_e5m2(x * _WIDE_FACTOR)
+    second, _ = _nearest_e5m2(rest * _WIDE_SECOND_FACTOR)
+    return first, second
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -34,7 +34,7 @@ from load_tests.tables import describe_machine, render_rows
 from load_tests.testbed.channel_ends import End, FileBoard, ReceivingProcess, SendingProcess
 
 MEET_S = 90.0  # for the other workers to start, and for a channel to open
-POLL_S = 0.001
+POLL_S = 0.001  # between looks at what other processes have done
 EPOCHS = 1000  # of a pair, so that those of one process differ
 NUM_THREADS = 64  # of a receiver; each pair keeps two waiting
 
@@ -114,20 +114,21 @@ async def receive(end: End, args: argparse.Namespace, decode: int) -> None:
     await asyncio.gather(*(ReceivingProcess(end, folder).serve() for folder in folders))
 
 
-async def send(end: End, args: argparse.Namespace, prefill: int) -> list[PairFigure]:
-    """Every figure of one sender's pairs. Raises HandoffError when a channel fails."""
+async def send(end: End, args: argparse.Namespace, prefill: int) -> None:
+    """Writes the figures of one sender's pairs. Raises HandoffError when a channel fails."""
     end.fill()
     meeting = Meeting(args.folder, args.prefill)
     pairs = [build_pair(end, args, prefill, decode) for decode in range(args.decode)]
-    figures = []
     for kind in args.channels or KINDS[args.device]:
         for pair in pairs:
             await pair.process.open(kind)
-        figures += await measure(pairs, kind, meeting, args)
+        figures = await measure(pairs, kind, meeting, args)
+        lines = "".join(json.dumps(asdict(figure)) + "\n" for figure in figures)
+        with figures_file(args.folder).open("a") as file:
+            file.write(lines)
     for pair in pairs:
         await pair.process.close_channel()
         pair.process.close()
-    return figures
 
 
 async def measure(
@@ -148,8 +149,6 @@ async def measure(
     await meeting.wait()
     for pair in pairs:
         await check_arrived(pair.process, pair.from_ids, pair.to_ids)
-    for figure in figures:
-        print("RESULT", json.dumps(asdict(figure)), flush=True)
     return figures
 
 
@@ -170,6 +169,11 @@ def build_pair(end: End, args: argparse.Namespace, prefill: int, decode: int) ->
     )
 
 
+def figures_file(folder: Path) -> Path:
+    """A figure a line, of all senders: their standard output has lines of libraries, too."""
+    return folder / "figures.jsonl"
+
+
 def pair_folder(folder: Path, prefill: int, decode: int) -> Path:
     return folder / f"{prefill}-{decode}"
 
@@ -183,9 +187,7 @@ def work(args: argparse.Namespace) -> None:
     if role == "decode":
         asyncio.run(receive(end, args, int(number)))
         return
-    figures = asyncio.run(send(end, args, int(number)))
-    written = json.dumps([asdict(figure) for figure in figures])
-    (args.folder / f"figures-{number}.json").write_text(written)
+    asyncio.run(send(end, args, int(number)))
 
 
 # ---- the whole ----------------------------------------------------------------------------------
@@ -204,13 +206,12 @@ def run(folder: Path, args: argparse.Namespace) -> list[PairFigure]:
     workers = {name: _start(name, gpu, folder) for gpu, name in enumerate(names)}
     try:
         senders = [workers[f"prefill:{i}"] for i in range(args.prefill)]
-        _wait_all(senders, time.monotonic() + args.limit_s)
+        lines = _lines_until_over(senders, figures_file(folder), time.monotonic() + args.limit_s)
     finally:
         for worker in workers.values():
             worker.kill()
             worker.wait()
-    written = [json.loads(path.read_text()) for path in sorted(folder.glob("figures-*.json"))]
-    return [PairFigure(**figure) for figures in written for figure in figures]
+    return [PairFigure(**json.loads(line)) for line in lines]
 
 
 def _start(name: str, gpu: int, folder: Path) -> "subprocess.Popen[bytes]":
@@ -219,15 +220,26 @@ def _start(name: str, gpu: int, folder: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(["env", f"CUDA_VISIBLE_DEVICES={gpu}", *command])
 
 
-def _wait_all(senders: Sequence["subprocess.Popen[bytes]"], until_s: float) -> None:
-    """Raises SystemExit as soon as one has failed, or when time is over."""
-    while any(sender.poll() is None for sender in senders) and time.monotonic() < until_s:
-        if any(sender.poll() for sender in senders):
-            break
+def _lines_until_over(
+    senders: Sequence["subprocess.Popen[bytes]"], file: Path, until_s: float
+) -> list[str]:
+    """Every line of figures, each printed as soon as it is there.
+
+    Raises SystemExit as soon as a sender has failed, or when the time is over.
+    """
+    file.touch()
+    lines: list[str] = []
+    ended: list[int | None] = [None]
+    while None in ended and not any(ended) and time.monotonic() < until_s:
         time.sleep(POLL_S)
-    ended = [sender.poll() for sender in senders]
+        ended = [sender.poll() for sender in senders]
+        new = file.read_text().splitlines()[len(lines) :]
+        for line in new:
+            print("RESULT", line, flush=True)
+        lines += new
     if any(code != 0 for code in ended):
         raise SystemExit(f"the senders ended with {ended} (None = the time was over)")
+    return lines
 
 
 def render(figures: Sequence[PairFigure]) -> str:

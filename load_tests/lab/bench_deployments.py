@@ -190,7 +190,7 @@ class Bench:
         for rate in rates:
             self._sweep.measure(name, rate, serve)
             if not started.deployment.is_vllm:
-                self._keep_costs(name, rate, started.url)
+                self._try(started, partial(self._keep_costs, name, rate, started.url))
 
     def _search_once(self, started: Started, clients: HttpClients) -> bool:
         """Whether the search goes on."""

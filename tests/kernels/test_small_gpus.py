@@ -25,6 +25,7 @@ SHAPES = [
     for head_dim in (64, 128)
 ]
 BUCKETS = (16, 32, 64)
+NARROW = small.Shape.NARROW
 # One GPU of each compute capability.
 ONE_EACH = {capability: name for name, (capability, _, _) in GPUS.items()}
 # One weight of each kind [out, in].
@@ -93,6 +94,14 @@ def test_weights_of_other_models_are_shared_evenly() -> None:
         cut = small.shared_config(16, kind, 5120, num_sms, limit)
         assert (cut.block_n, cut.split_k, cut.num_stages) == (64, 3, 5)
     assert 2 * (5 * small.stage_bytes(cut, 16) + 1024) <= limit + 1024
+
+
+def test_a_product_that_ends_with_an_almost_empty_wave_is_left_to_the_library() -> None:
+    device = gpu("H200")
+    given = device.num_sms, device.shared_memory_per_block_bytes
+    # 384 programs of 6,144 rows run at once, 512 of 8,192 in two waves of at most 396.
+    idle = [n for n in (2560, 5120, 6144, 8192, 10240) if small.leaves_idle(NARROW, n, *given)]
+    assert idle == [8192]
 
 
 @pytest.mark.parametrize("name", ["H200", "L4"])

@@ -403,6 +403,7 @@ class HostArena:
             if num_blocks == 0:
                 return False
             oldest = ready[np.argpartition(self._all_used[ready], num_blocks - 1)[:num_blocks]]
+            oldest.sort()  # neighbours are copied together
             self._evict(oldest)
         self._own = oldest.tolist()
         return True

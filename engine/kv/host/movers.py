@@ -18,14 +18,15 @@ may be overwritten by then:
     the arena       a block's bytes are there when the function that `save` returned has returned;
                     nobody is told of the block before that
 
-Blocks are copied one by one, although some lie side by side: a step's few tokens share the copy
-engines, and would wait for the whole of a large copy.
+Copies over the bus are queued in bursts of a fifth of a millisecond, and the host waits for each:
+what a step copies, be it a few bytes, goes after all that is queued. On an H200 steps of 1.4 ms
+took 12.3 beside 256 blocks queued at once, and 1.8 beside bursts.
 
 Knows no owners of blocks and no hashes.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -35,7 +36,9 @@ from engine.errors import ConfigError
 from engine.kv.host.arena_blocks import Rows
 from engine.kv.host.shared_file import KEY
 from engine.kv.host.staging import StagingRows
-from engine.kv.store import KvStore, to_device, to_host
+from engine.kv.store import KvStore, to_device
+
+_BURST_BYTES = 10 * 2**20
 
 Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 
@@ -122,53 +125,72 @@ class CudaMover:
         num_staged, steps = len(rows), torch.cuda.current_stream(self._store.device)
         with torch.cuda.stream(self._saves):
             digests = self._queue_reads(block_ids, rows)
-            self._copy_out(self._blocks, block_ids[num_staged:], slots[num_staged:])
-            are_read = self._saves.record_event()
+            _queue(self._arena, slots[num_staged:], self._blocks, block_ids[num_staged:])
+            are_read = self._saves.record_event(torch.cuda.Event(blocking=True))
         steps.wait_event(are_read)
 
         def wait() -> list[int]:
+            are_read.synchronize()  # what is queued before may run before the steps that wait
             with torch.cuda.stream(self._drains):
-                self._drains.wait_event(are_read)
-                self._copy_out(self._staged, rows, slots[:num_staged])
-                are_saved = self._drains.record_event(torch.cuda.Event(blocking=True))
-            are_saved.synchronize()
-            self._rows.give_back(rows)
-            return [value for part in digests for value in part.tolist()]
+                for burst in self._bursts(num_staged):
+                    _queue(self._arena, slots[burst], self._staged, rows[burst])
+                    self._drains.record_event(torch.cuda.Event(blocking=True)).synchronize()
+                    self._rows.give_back(rows[burst])
+                return [value for part in digests for value in part.tolist()]
 
         return wait
 
     def _queue_reads(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
-        """Copies the first blocks to the staging rows; returns digests of all, on their way to the
-        host. They are of the device's blocks: a copy that goes wrong is noticed when it is loaded.
+        """Copies the first blocks to the staging rows; returns digests of all, in order.
+
+        They are of the device's blocks: a copy that goes wrong is noticed when it is loaded.
         """
         store, digests = self._store, []
         if rows:
             staged = store.index(block_ids[: len(rows)])
             to = to_device(rows, store.device)
-            digests.append(to_host(store.queue_copies(staged, self._staged, to)))
+            digests.append(store.queue_copies(staged, self._staged, to))
         if direct := block_ids[len(rows) :]:
-            digests.append(to_host(store.queue_digests(store.index(direct))))
+            digests.append(store.queue_digests(store.index(direct)))
         return digests
-
-    def _copy_out(self, blocks: Tensor, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        for number, slot in zip(numbers, slots, strict=True):
-            self._arena[slot].copy_(blocks[number], non_blocking=True)
 
     def begin_load(self) -> Copy:
         are_read = self._saves.record_event()
 
         def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
             with torch.cuda.stream(self._loads), torch.inference_mode():
-                self._loads.wait_event(are_read)
-                for slot, block_id in zip(slots, block_ids, strict=True):
-                    self._blocks[block_id].copy_(self._arena[slot], non_blocking=True)
-                digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
-                self._loads.synchronize()
-            values: list[int] = digests.tolist()
-            self._store.digests.keep(block_ids, values)
-            return values
+                are_read.synchronize()
+                for burst in self._bursts(len(slots)):
+                    _queue(self._blocks, block_ids[burst], self._arena, slots[burst])
+                    self._loads.synchronize()
+                digests = self._store.digest(block_ids)
+            self._store.digests.keep(block_ids, digests)
+            return digests
 
         return load
+
+    def _bursts(self, num_blocks: int) -> Iterator[slice]:
+        """Blocks to be queued at a time; the host waits for them before it queues the next ones."""
+        size = max(1, _BURST_BYTES // self._store.layout.block_bytes)
+        return (slice(i, min(i + size, num_blocks)) for i in range(0, num_blocks, size))
+
+
+def _queue(to: Tensor, places: Sequence[int], blocks: Tensor, numbers: Sequence[int]) -> None:
+    """Queues to[place] = blocks[number] for each; what lies side by side in both is one copy."""
+    for place, number, n in runs(places, numbers):
+        to[place : place + n].copy_(blocks[number : number + n], non_blocking=True)
+
+
+def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Joins pairs that both count on: (first, second, how many)."""
+    begin = 0
+    for end in range(1, len(first) + 1):
+        if end < len(first):
+            steps = first[end] - first[end - 1], second[end] - second[end - 1]
+            if steps == (1, 1):
+                continue
+        yield first[begin], second[begin], end - begin
+        begin = end
 
 
 def _bytes_of(store: KvStore) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from engine.cost_model import PRIOR
 from engine.kv.host.arena import HostArena, HostBlock
-from engine.kv.host.movers import BlockMover, build_mover
+from engine.kv.host.movers import BlockMover, build_mover, runs
 from engine.kv.host.shared_file import FOLDER, PREFIX
 from engine.kv.host.tier import HostLoad, HostTier
 from engine.kv.layout import KvLayout
@@ -303,6 +303,19 @@ def test_a_load_that_was_held_up_is_not_the_last(
     assert world.tier.load_seconds(blocks) > 0.5, "who has just seen that does not wait for it"
     now_s += 60.0
     assert world.tier.load_seconds(blocks) == at_first_s
+
+
+def test_neighbours_on_both_sides_are_copied_together() -> None:
+    assert list(runs([], [])) == []
+    assert list(runs([4, 5, 6, 9, 10], [1, 2, 7, 8, 9])) == [(4, 1, 2), (6, 7, 1), (9, 8, 2)]
+    rng = random.Random()
+    numbers = range(30)
+    pairs = [
+        (i + rng.choice([0, 40]), j)
+        for i, j in zip(numbers, rng.choices(numbers, k=30), strict=True)
+    ]
+    found = list(runs([i for i, _ in pairs], [j for _, j in pairs]))
+    assert [(i + k, j + k) for i, j, n in found for k in range(n)] == pairs
 
 
 def test_progress_is_told_from_other_threads(world: World) -> None:

@@ -252,6 +252,15 @@ def test_trials_that_show_nothing_good_are_ever_rarer() -> None:
     assert all(later > 1.8 * earlier for earlier, later in pairwise(waits))
 
 
+def test_the_trial_of_one_newcomer_hardly_delays_that_of_others() -> None:
+    gates = RequestGates(RULES)
+    slots = gates.slots_of(range(RULES.trial_rows))
+    gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
+    gates.max_drafts(slots[:1], 0)
+    gates.max_drafts(slots[1:], RULES.retry_steps // RULES.trial_rows)
+    assert gates.is_tried(slots).all()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_that_differ_by_chance_alone_are_alike(seed: int) -> None:
     """Most of 64 have all four drafts accepted, and an unlucky one none of its first."""
@@ -491,6 +500,25 @@ def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
         purse.observe(speculating(), 8, 5.5e-3)
     assert purse.gain == pytest.approx(2 / 1.1)
     assert purse.balance == RULES.purse_steps + RULES.saved_steps
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_prompts_that_take_longer_than_predicted_are_not_the_doing_of_drafts(
+    num_drafts: int,
+) -> None:
+    """A long prompt's prediction is wrong by more than the purse holds."""
+    purse, added_s = Purse(RULES), 0.5e-3 * num_drafts
+    beside = replace(
+        speculating(),
+        num_drafts=[num_drafts] * 4,
+        plain_s=300e-3,
+        step_s=300e-3 + added_s,
+        kind=StepKind(has_prompts=True),
+        is_holding=True,
+    )
+    purse.observe(beside, 4 + 4 * num_drafts, 312e-3)
+    assert purse.is_on
+    assert purse.surcharge.seconds(beside.kind, np.array([8.0]))[0] <= added_s + 1e-9
 
 
 def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:

@@ -102,9 +102,9 @@ def test_every_cut_fits_a_multiprocessor() -> None:
     ("num_rows", "num_columns", "gated", "expected"),
     [
         (151936, 4096, False, range(0)),
-        (4096, 12288, False, range(1, 65)),
-        (24576, 4096, True, range(1, 129)),
-        (25600, 5120, True, range(1, 129)),
+        (4096, 12288, False, range(33, 65)),
+        (24576, 4096, True, range(33, 129)),
+        (25600, 5120, True, range(33, 129)),
         (5120, 12800, False, range(56, 65)),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.layers.linear import build_gated, build_linear, form_of
 from engine.layers.mlp import GatedMlp
 from kernels.ops import Ops
-from kernels.quant.coded_tokens import CodedTokens, InputForm, decoded, reference
+from kernels.quant.coded_tokens import WIDE, CodedTokens, InputForm, decoded, reference
 from kernels.reference import TorchOps, rms_norm_add
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
@@ -73,15 +73,18 @@ def check_products_interpreted() -> None:
             coded = code_tokens(x, InputForm(pieces=2, group=group))
             rounded = code_tokens(x, InputForm(pieces=1, group=group))
             exact = exact_gated if gated else exact_product
-            for given, meant in ((coded, x), (rounded, decoded(rounded).float())):
+            wide = reference(x, WIDE)
+            for given, meant in (
+                (coded, x), (rounded, decoded(rounded).float()), (wide, decoded(wide).float())
+            ):  # fmt: skip
                 ours = fp8_few_linear(given, operand, torch.float32, counters, cut, gated=gated)
                 assert_near(ours, exact(meant, case.exact, case.weight.bias), torch.float32)
             assert not counters.any(), "a call left its counts behind"
         if cut is not None and shape[1] % cut.block_n == 0:
-            # Pieces have nine bits, e4m3 has four.
-            for given, meant, limit in ((coded, x, 1.5e-3), (rounded, decoded(rounded), 0.04)):
+            # The gate leaves two pieces of three bits, or e4m3, which has four.
+            for given, meant, limit in ((coded, x, 3.5e-3), (rounded, decoded(rounded), 0.04)):
                 gate = fp8_few_gate(given, operand, counters, cut)
-                assert gate.group == cut.block_n // 2
+                assert gate.group == (cut.block_n // 2 if given.is_rounded else 0)
                 assert gate.is_rounded == given.is_rounded
                 wanted = exact_gated(meant, case.exact, case.weight.bias)
                 error = float((decoded(gate) - wanted).norm() / wanted.norm())
@@ -121,6 +124,20 @@ def check_not_finite_interpreted() -> None:
             ours = decoded(code_tokens(x, form))
             assert not ours[1, 77].isfinite(), f"{bad} became {ours[1, 77]}"
             assert torch.equal(ours[::2], others)
+
+
+def test_pieces_of_e5m2_are_near_every_number() -> None:
+    """Without a scale: each within its own 2^-7th part, or 2^-16; what is not finite stays so.
+
+    Both but for the rounding to float16, of eleven bits, on the way.
+    """
+    x = torch.randn(3, 4096) * torch.exp2(torch.empty(3, 4096).uniform_(-30, 19))
+    x = x.clamp(-9e5, 9e5)
+    off = (decoded(reference(x, WIDE)) - x.double()).abs()
+    most = torch.maximum(x.double().abs() / 2**7, torch.tensor(2.0**-16))
+    assert (off <= most * (1 + 2**-7)).all()
+    bad = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e7]])
+    assert not decoded(reference(bad, WIDE)).isfinite().any()
 
 
 def check_layers_interpreted() -> None:
@@ -294,6 +311,33 @@ def test_weights_meet_the_units_of_fp8(num_tokens: int, num_pieces: int) -> None
     assert_parts_in_whole_lines(kept[1])
 
 
+@pytest.mark.slow
+def test_a_gate_s_pieces_of_e5m2_meet_the_units_of_fp8() -> None:
+    from kernels.linear.small import tile_counters
+    from kernels.quant import fp8_few
+    from kernels.quant.fp8_linear import Fp8Operand
+    from tests.kernels.cross_compile import compiled_for
+
+    def weight(num_rows: int, num_columns: int) -> Fp8Operand:
+        codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(num_rows, 1)
+        return Fp8Operand(codes=codes, scales=scales, tile_rows=1, tile_columns=num_columns)
+
+    kept: list[Any] = []
+    x = CodedTokens(
+        codes=torch.empty(2, 16, 4096, dtype=torch.float8_e4m3fn),
+        scales=torch.empty(1, 16), group=4096,
+    )  # fmt: skip
+    with compiled_for(gpu("H200"), fp8_few, kept=kept):
+        inner = fp8_few.fp8_few_gate(x, weight(28672, 4096), tile_counters(CPU))
+        fp8_few.fp8_few_linear(inner, weight(4096, 14336), torch.bfloat16, tile_counters(CPU))
+    assert inner.codes.dtype == torch.float8_e5m2
+    gate, down = (made.asm["ptx"] for made in kept)
+    assert "f32.e4m3.e4m3" in gate
+    assert "cvt.rn.satfinite.e5m2x2" not in gate, "what is not finite would be cut off"
+    assert "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e5m2" in down
+
+
 def test_sums_of_a_step_leave_registers_for_all_of_them() -> None:
     """On a GPU of few multiprocessors tiles of wide weights have 256 rows, and sums as many more.
 
@@ -309,6 +353,23 @@ def test_sums_of_a_step_leave_registers_for_all_of_them() -> None:
         assert cut.block_n * columns <= 128 * 128
     whole = fp8_few.choose_config(64, 1, 4096, 12288, 132)  # an H200's keep their steps
     assert fp8_few.fitted_config(whole, 1, 64, 0, 227 * 1024).block_k == whole.block_k == 128
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize("num_rows", [24576, 28672])
+def test_all_programs_of_a_gate_are_on_the_gpu_at_once(num_rows: int, num_tokens: int) -> None:
+    """Of Qwen3-8B's and Llama-3.1-8B's gate and up: else a few would come after all others."""
+    from kernels.quant import fp8_few
+
+    device = gpu("H200")
+    cut = fp8_few.choose_config(num_tokens, 2, num_rows, 4096, device.num_sms)
+    beside = -(-num_rows // cut.block_n // device.num_sms)
+    memory_bytes = device.shared_memory_per_block_bytes
+    cut = fp8_few.fitted_config(cut, 2, 0, 0, memory_bytes, beside)
+    stage_bytes = cut.block_k * (cut.block_n + 2 * cut.block_m)
+    reserved = 1024  # of a program, by CUDA
+    assert beside * (cut.num_stages * stage_bytes + reserved) <= memory_bytes + reserved
+    assert cut.num_stages >= 4, "too little is on its way"
 
 
 def assert_parts_in_whole_lines(made: Any) -> None:
