@@ -37,6 +37,7 @@ from engine.ranks.comm import connect_ranks
 from engine.ranks.leading import StepCounts
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.tables import describe_machine, render_rows
 
 SIZE = 2
@@ -149,6 +150,7 @@ def main() -> None:
     if args.store is not None:
         measure(Rank(args.rank, SIZE), args.store, args)
         return
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         asked = ["--rank", "1", "--store", str(store)]
