@@ -99,10 +99,9 @@ class StepTimes:
         )
 
 
-# Planning, metadata and first launch of a step take the host about 1 ms, with drafts several; the
-# rest is for delays.
-LEAD_S = 2.5e-3  # at least
-_DELAYS_S = 1.5e-3
+# Planning, metadata and first launch of a step take the host about 1 ms; the rest is for delays.
+LEAD_S = 2.5e-3
+_DELAYS_S = 0.5e-3  # where they take more than that, as with drafts: each ms keeps a prompt waiting
 _MAX_TURN_S = 20e-3  # that counts to the mean: a pause of the host is none
 _TURN_DECAY = 0.9  # of the mean, a step
 _LOOK_EVERY_S = 0.05  # looking at the queue takes time linear in its length
