@@ -445,8 +445,9 @@ class Drafting:
         num_tokens = sum(map(len, result.tokens[: len(decision.num_drafts)]))
         seconds = result.duration_s
         if seconds is not None:
-            seconds += max(planned.spent_s, idle_s)  # the drafter works while the device waits
-        policy.observe_step(decision, num_tokens, seconds)
+            seconds += planned.spent_s
+        waited_s = max(0.0, idle_s - planned.spent_s)  # the drafter works while the device waits
+        policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""

@@ -20,9 +20,9 @@ Where drafts do not pay by that, `trial_rows` such requests at a time are tried,
 each as far as the step has room, if drafts would pay were all rows to accept much: a trial of all
 256 rows of a step costs over a plain step, and several such steps are in flight before the first
 result. Until something is known of any, the rest wait for those. Afterwards new trials begin
-`retry_steps` later, and each time after twice as long, up to `max_retry_steps`, until drafts pay
-without a trial. Where requests differ in what they accept by more than chance, what others do says
-little, and all are tried.
+`retry_steps` later, and each time after four times as long, up to `max_retry_steps`, until drafts
+pay without a trial. Where requests differ in what they accept by more than chance, what others do
+says little, and all are tried.
 
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
@@ -102,6 +102,7 @@ class StepDrafts:
     rows_s: float = 0.0  # predicted, of a step of these rows alone, without prompts and drafts
     plain_rate: float = 0.0  # predicted tokens per second of steps without speculation; 0 = unknown
     surcharge_s: float = 0.0  # part of step_s
+    wait_s: float = 0.0  # part of step_s, in which the device waits for the drafts
     num_tokens: int = 0  # of the step, prompts and drafts included
     kind: StepKind = NO_GRAPH
     is_holding: bool = False  # rows are held back, so that even without drafts it may lose
@@ -162,7 +163,7 @@ def choose_drafts(
     step_s = verify_seconds(costs, offer.work, nums, offer.graph_tokens)
     plain_s = float(step_s[0])
     # [drafts]: of so many drafts and one
-    added_s = step_s[1:] - plain_s + _surcharge_s(surcharge, offer, nums[1:])
+    added_s = step_s[1:] - plain_s + _surcharge_s(surcharge, offer, nums[1:]) + surcharge.wait_s
     rows_s = costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0
     limit_s = _limit_s(offer, plain_s, rules) - plain_s
     best, best_rate = order[:0], 0.0
@@ -197,12 +198,13 @@ def _kind(offer: StepOffer, *, has_graph: bool) -> StepKind:
 
 
 def _surcharge_s(surcharge: Surcharge, offer: StepOffer, num_drafts: Vector) -> Vector:
-    """[N] of the step with so many drafts [N] in all."""
+    """[N] of the step with so many drafts [N] in all; without a graph no less than with one."""
     tokens = offer.work.num_new_tokens + num_drafts
     with_graph, without = (
         surcharge.seconds(_kind(offer, has_graph=has_graph), tokens) for has_graph in (True, False)
     )
-    found: Vector = np.where(tokens <= _largest_graph(offer), with_graph, without)
+    has_graph = tokens <= _largest_graph(offer)
+    found: Vector = np.where(has_graph, with_graph, np.maximum(with_graph, without))
     return found
 
 
@@ -239,10 +241,10 @@ def price_drafts(
     num_drafts = int(counts.sum())
     nums = np.array([0.0, num_drafts])
     plain_s, step_s = verify_seconds(costs, offer.work, nums, offer.graph_tokens).tolist()
-    surcharge_s = 0.0
+    surcharge_s = wait_s = 0.0
     if num_drafts:
-        (surcharge_s,) = _surcharge_s(surcharge, offer, nums[1:]).tolist()
-        step_s += surcharge_s + int(counts.max()) * offer.draft_pass_s
+        (surcharge_s,), wait_s = _surcharge_s(surcharge, offer, nums[1:]).tolist(), surcharge.wait_s
+        step_s += surcharge_s + wait_s + int(counts.max()) * offer.draft_pass_s
     num_tokens = offer.work.num_new_tokens + num_drafts
     is_taken = np.arange(depth) < counts[:, None]
     return StepDrafts(
@@ -253,6 +255,7 @@ def price_drafts(
         rows_s=costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0,
         plain_rate=_plain_rate(offer, costs),
         surcharge_s=surcharge_s,
+        wait_s=wait_s,
         num_tokens=num_tokens,
         kind=_kind(offer, has_graph=num_tokens <= _largest_graph(offer)),
         is_holding=(offer.num_plain_rows or 0) > num_rows,
@@ -296,7 +299,9 @@ def _num_fitting(
     """
     seconds = verify_seconds(costs, offer.work, np.array([0, *nums]), offer.graph_tokens)
     limit_s = _limit_s(offer, float(seconds[0]), rules)
-    seconds = seconds[1:] + _surcharge_s(surcharge, offer, nums) + depth * offer.draft_pass_s
+    more_s = _surcharge_s(surcharge, offer, nums.astype(np.float64)) + surcharge.wait_s
+    seconds = seconds[1:] + more_s
+    seconds += depth * offer.draft_pass_s
     num_in_time = int(np.searchsorted(seconds, limit_s, side="right"))
     if offer.max_draft_tokens is None:
         return num_in_time
@@ -335,12 +340,18 @@ class Purse:
         """The same as it was predicted for these steps."""
         return self._predicted / self._weight if self._weight else None
 
-    def observe(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
-        """Add a step's gain or loss, and stop or start."""
+    def observe(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float, waited_s: float = 0.0
+    ) -> None:
+        """Add a step's gain or loss, and stop or start.
+
+        waited_s: before it, in which the device had nothing to do.
+        """
         rules = self._rules
         self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
-            self._add_gain(drafts, num_tokens, self._counted_s(drafts, seconds / self._bias))
+            counted_s = self._counted_s(drafts, seconds / self._bias)
+            self._add_gain(drafts, num_tokens, counted_s, waited_s / self._bias)
         else:
             self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
@@ -356,16 +367,19 @@ class Purse:
         """As much of a step's seconds as is the doing of its drafts, for all that is known."""
         if not drafts.kind.has_prompts:
             return min(seconds, self._rules.most_times * drafts.step_s)
-        added_s = drafts.step_s - drafts.plain_s
-        return float(np.clip(seconds, drafts.step_s - added_s, drafts.step_s + added_s))
+        step_s = drafts.step_s - drafts.wait_s
+        added_s = step_s - drafts.plain_s
+        return float(np.clip(seconds, step_s - added_s, step_s + added_s))
 
-    def _add_gain(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
+    def _add_gain(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float, waited_s: float
+    ) -> None:
         earned_s = num_tokens / drafts.plain_rate
-        error_s = seconds - drafts.step_s + drafts.surcharge_s
-        spent_s = max(drafts.rows_s + seconds - drafts.plain_s, 0.1 * drafts.rows_s)
+        error_s = seconds - (drafts.step_s - drafts.wait_s) + drafts.surcharge_s
+        spent_s = max(drafts.rows_s + seconds + waited_s - drafts.plain_s, 0.1 * drafts.rows_s)
         self.balance += (earned_s - spent_s) / drafts.rows_s
         if drafts.has_drafts:
-            self.surcharge.observe(drafts.kind, drafts.num_tokens, error_s)
+            self.surcharge.observe(drafts.kind, drafts.num_tokens, error_s, waited_s)
             self._gain = self._gain * self.GAIN_DECAY + earned_s / spent_s
             self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
             self._weight = self._weight * self.GAIN_DECAY + 1
@@ -492,14 +506,17 @@ class SpeculationController:
         reached: Integers = counts[:0:-1].cumsum()[::-1]
         return reached
 
-    def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None:
+    def observe_step(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float | None, waited_s: float = 0.0
+    ) -> None:
         """Record a step of these rows: the tokens they sampled, and its seconds on the device.
 
         `seconds` includes the drafter's passes; None = not measured, or shared with another step.
+        `waited_s` before that the device had nothing to do, because drafts were not known yet.
         Nothing is learned from a step of zero duration, which a coarse clock may report.
         """
         if seconds is not None and seconds > 0.0 and drafts.num_drafts:
-            self._purse.observe(drafts, num_tokens, seconds)
+            self._purse.observe(drafts, num_tokens, seconds, waited_s)
             self._gates.everyone.may_explore = self._purse.is_half_full
         self._step += 1
 

@@ -120,7 +120,9 @@ class DraftPolicy(Protocol):
         self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]
     ) -> None: ...
 
-    def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None: ...
+    def observe_step(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float | None, waited_s: float = 0.0
+    ) -> None: ...
 
     def forget(self, key: Hashable) -> None: ...
 
@@ -165,7 +167,9 @@ class FixedDrafts:
     ) -> None:
         """Does nothing: the number is fixed."""
 
-    def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None:
+    def observe_step(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float | None, waited_s: float = 0.0
+    ) -> None:
         """Does nothing: the number is fixed."""
 
     def forget(self, key: Hashable) -> None:

@@ -126,7 +126,7 @@ class RequestGates:
         """Fewer than `trial_rows` wait a shorter time, and lengthen the next one by less."""
         share, wait_steps = num_begun / self._rules.trial_rows, self._trial_wait_steps
         self._next_trial_step = max(self._next_trial_step, step + round(share * wait_steps))
-        self._trial_wait_steps = min(2**share * wait_steps, self._rules.max_retry_steps)
+        self._trial_wait_steps = min(4**share * wait_steps, self._rules.max_retry_steps)
 
     def _end_trials(self, step: int) -> None:
         is_over = self._is_tried & (step >= self._trial_step + self._rules.retry_steps)

@@ -7,13 +7,17 @@ that grow by the root of two, and each kind of step has its own. Between the siz
 is on a straight line, beyond them as at the nearest. A kind that was never seen is taken to cost
 nothing more, so that it is tried.
 
-The price of a size is the median of its last steps. A mean would take the pauses of a busy machine
-into it, which plain steps have as well, and one of them would look like the price of drafts for
-hundreds of steps.
+The device waits before the first drafts of requests, and before all drafts of a drafter that needs
+the newest token on the host. That is kept apart: one that does not come again is no size's price.
+
+The price of a size is the median of its last steps, of which the first alone does not count: it may
+have waited for the host, and the device's time has that in it. A mean would take the pauses of a
+busy machine into it, which plain steps have as well, and one of them would look like the price of
+drafts for hundreds of steps.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -32,43 +36,75 @@ class StepKind(NamedTuple):
     has_graph: bool = False  # of the step's size
 
 
-@dataclass(slots=True)
-class _Size:
-    """The last steps of about one size."""
+class _Last:
+    """The seconds of the last steps of one sort."""
 
-    num_tokens: int  # of the last one
-    errors_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    def __init__(self, first_s: float = 0.0) -> None:
+        """first_s: what they are taken to be until a second step confirms the first."""
+        self._seconds = deque([first_s], _NUM_KEPT)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def fade(self, share: float) -> None:
+        self._seconds = deque((s * share for s in self._seconds), _NUM_KEPT)
 
     @property
     def price_s(self) -> float:
-        return max(0.0, sorted(self.errors_s)[(len(self.errors_s) - 1) // 2])
+        """Their median, the lower of two; none is below 0."""
+        return max(0.0, sorted(self._seconds)[(len(self._seconds) - 1) // 2])
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about one size."""
+
+    num_tokens: int  # of the last one
+    errors: _Last
 
 
 class Surcharge:
     """What was learned of it from the steps of one worker."""
 
     def __init__(self) -> None:
+        self._waits = _Last()
         self._sizes: dict[StepKind, dict[int, _Size]] = {}  # by size, in half powers of two
 
-    def observe(self, kind: StepKind, num_tokens: int, error_s: float) -> None:
-        """A step with drafts of so many tokens in all took `error_s` more than predicted."""
+    @property
+    def wait_s(self) -> float:
+        """That the device waits before a step with drafts, of any size."""
+        return self._waits.price_s
+
+    def observe(
+        self, kind: StepKind, num_tokens: int, error_s: float, waited_s: float = 0.0
+    ) -> None:
+        """A step with drafts of so many tokens in all took `error_s` more than predicted.
+
+        waited_s: before it, in which the device had nothing to do.
+        """
+        self._waits.add(waited_s)
         sizes = self._sizes.setdefault(kind, {})
-        size = sizes.setdefault(ceil(2 * log2(num_tokens)), _Size(num_tokens))
+        place = ceil(2 * log2(num_tokens))
+        if place not in sizes:
+            (first_s,) = self.seconds(kind, np.array([num_tokens]))
+            sizes[place] = _Size(num_tokens, _Last(float(first_s)))
+        size = sizes[place]
         size.num_tokens = num_tokens
-        size.errors_s.append(error_s)
+        size.errors.add(error_s)
 
     def fade(self, share: float) -> None:
         """Only `share` of what was learned counts from now on."""
+        self._waits.fade(share)
         for sizes in self._sizes.values():
             for size in sizes.values():
-                size.errors_s = deque((e * share for e in size.errors_s), _NUM_KEPT)
+                size.errors.fade(share)
 
     def seconds(self, kind: StepKind, num_tokens: Vector) -> Vector:
         """[N] of steps of so many tokens [N]."""
         sizes = self._sizes.get(kind)
-        if sizes is None:
+        if not sizes:
             return np.zeros(len(num_tokens))
-        known = sorted((size.num_tokens, size.price_s) for size in sizes.values())
+        known = sorted((size.num_tokens, size.errors.price_s) for size in sizes.values())
         at_tokens, prices_s = zip(*known, strict=True)
         found: Vector = np.interp(num_tokens, at_tokens, prices_s)
         return found

@@ -32,6 +32,14 @@ _MEASURED: dict[tuple[str, int], SumLimits] = {
         stream=_TIB,
         shares=32 * _MIB,
     ),
+    ("NVIDIA H200", 4): SumLimits(
+        packets=0,
+        one_shot=1 * _MIB,
+        plain=16 * _MIB,
+        norm=16 * _MIB,
+        stream=0,
+        shares=16 * _MIB,
+    ),
 }
 # What SGLang and vLLM measured on H100 and H200 with kernels of the same kind, halved.
 _GUESSED = {

@@ -11,9 +11,9 @@ in any size, with the norm or without.
                 sum to all others, a barrier; less is sent where ranks are more than two
 
 Writing to others' memory, not reading from it: a store waits for nobody, and what is read is local.
-With a norm, of more rows than multiprocessors, two blocks share one: one writes while the other
-waits. Blocks wait for those of their own number alone, and start in the order of numbers: so all
-get on, even if not all run at once.
+Between two ranks, with a norm, of more rows than multiprocessors, two blocks share one: one writes
+while the other waits. Blocks wait for those of their own number alone, and start in the order of
+numbers: so all get on, even if not all run at once.
 A row is a line of the tensor with a norm, else a piece of `PIECE_BYTES`. Block b takes rows b,
 b + grid, ...; in two shots, groups of as many rows as ranks, of which each rank owns one.
 Torch twins: `kernels.comm.reference`.
@@ -39,7 +39,8 @@ from kernels.pdl import pdl_supported
 from kernels.rms_norm import num_warps_of
 
 # On a multiprocessor. Measured on two H200s, us of a sum with norm, one | two: 14.8 | 14.0 of 256 x
-# 5120, 46.5 | 42.5 of 1,024 x 5120, 20.1 | 19.1 of 256 x 8192.
+# 5120, 46.5 | 42.5 of 1,024 x 5120, 20.1 | 19.1 of 256 x 8192. On four, in two shots: 72.4 | 80.8
+# of 1,024 x 5120, 108.3 | 122.2 of 1,024 x 8192; so many parts leave registers for one block alone.
 _BLOCKS_BESIDE = 2
 
 
@@ -245,7 +246,7 @@ def _launch(
     width = width_of(x)
     use_pdl = pdl_supported(x.device)
     kernel = _two_shot_kernel if two_shots else _one_shot_kernel
-    num_beside = _BLOCKS_BESIDE if has_norm else 1
+    num_beside = _BLOCKS_BESIDE if has_norm and memory.num_ranks == 2 else 1
     most = min(MAX_BLOCKS, num_beside * memory.max_blocks)
     kernel[(grid_of(num_units, most),)](
         x,

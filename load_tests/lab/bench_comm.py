@@ -5,9 +5,8 @@
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
 and norm in one kernel, so is `stream`, in pieces; `+ norm` the sum and the norm after it; `gather`
-of as much from each rank; `scatter` leaves each rank its rows of a sum. `of fewer` blocks: one on a
-multiprocessor, not two. What `kernels.comm.limits` holds is read from here. Processes see one GPU
-each.
+of as much from each rank; `scatter` leaves each rank its rows of a sum. `of fewer`: half as many
+blocks. What `kernels.comm.limits` holds is read from here. Processes see one GPU each.
 """
 
 import argparse

@@ -16,8 +16,10 @@ peer times itself: prompts are new in every round; a prefill is the median of ro
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
 `--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). A run that
-is to be stopped (SIGSTOP of its process group) while another one measures needs `--hold-s`: a rank
-that waits for a stopped one has a time limit, and its kernels keep the GPU busy. What the
+is to be stopped (SIGSTOP of its process group) while another one measures needs `--hold-s 3`, so
+that it is idle before the line "ready and warm" and after it. A rank that waits for a stopped one
+has a time limit, and its kernels keep the GPU busy; and NCCL's watchdog, which looks only now and
+then, takes an operation that it has not seen end for one that runs since before the stop. What the
 host does between two launches, on every rank, and how steady steps are beside streams comes first,
 and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
 is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
@@ -304,7 +306,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
-    parser.add_argument("--hold-s", type=float, default=0.0, help="idle once it is ready and warm")
+    parser.add_argument(
+        "--hold-s", type=float, default=0.0, help="idle before and after it is ready"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
     parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
@@ -395,6 +399,7 @@ def measure(
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
     bench = Bench(ours, seed=args.seed, is_quick=args.quick)
     bench.warm_up()
+    time.sleep(args.hold_s)
     logger.info("ready and warm")
     time.sleep(args.hold_s)
     if args.profile:

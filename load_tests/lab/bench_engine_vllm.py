@@ -199,7 +199,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="of each work; short prefills 4 more")
-    parser.add_argument("--hold-s", type=float, default=0.0, help="idle once it is ready and warm")
+    parser.add_argument(
+        "--hold-s", type=float, default=0.0, help="idle before and after it is ready"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -222,6 +224,7 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     )
     try:
         bench.warm_up()
+        time.sleep(args.hold_s)
         print("ready and warm", flush=True)
         time.sleep(args.hold_s)
         return run_works(bench, works, args.rounds)

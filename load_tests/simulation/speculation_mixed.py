@@ -31,7 +31,6 @@ from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.speculation import step_s
 from load_tests.simulation.speculation_batch import LookedUp, VirtualDevice, padded, verified_s
 from load_tests.simulation.speculation_engine import (
-    LAUNCH_S,
     TURN_S,
     virtual_request,
     virtual_scheduler,
@@ -40,8 +39,6 @@ from load_tests.tables import render_rows
 
 MAX_ROWS, MAX_TOKENS, NUM_BLOCKS = 256, 8192, 18_000
 _MAX_GRAPH_TOKENS = 1024
-# Beyond a plain step's, the host's part of one with drafts: 1.9 ms in all at one row, 2.2 at 16.
-_DRAFTS_HOST_S = 1.3e-3
 _WARM_UP_S = 5.0
 
 
@@ -56,9 +53,6 @@ class MixedDevice(VirtualDevice):
         self.acceptance = acceptance
         self._decodes = [size.num_tokens for size in decode_sizes(MAX_ROWS)]
         self.prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS)
-
-    def _host_s(self, drafts: dict[int, int]) -> float:
-        return LAUNCH_S + (_DRAFTS_HOST_S if any(drafts.values()) else 0.0)
 
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
         prompts = [

