@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import HandoffError
+from load_tests.lab import bench_channel_pairs
 from load_tests.lab.bench_channel_pairs import lines_until_over
 from load_tests.lab.bench_channels import QWEN3_8B, Outcome, Steps, render, steps_of
 from load_tests.testbed.channel_ends import FileBoard
@@ -90,19 +91,22 @@ def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_pairs_hand_over_at_the_same_time(tmp_path: Path) -> None:
+def test_all_pairs_hand_over_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "pairs.json"
-    command = [sys.executable, "-m", "load_tests.lab.bench_channel_pairs", "--device", "cpu"]
-    command += ["--prefill", "2", "--decode", "2", "--tokens", "33", "--seconds", "0.02"]
-    command += ["--json", str(written)]
-    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
+    switches = ["--device", "cpu", "--prefill", "2", "--decode", "2", "--tokens", "33"]
+    switches += ["--seconds", "0.02", "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", ["bench", *switches])
+    monkeypatch.setattr(bench_channel_pairs, "exit_on_sigterm", lambda: None)
+    bench_channel_pairs.main()
     figures = json.loads(written.read_text())["pairs"]
     pairs = [(0, 0), (0, 1), (1, 0), (1, 1)]
     for is_alone in (True, False):
         some = [one for one in figures if one["is_alone"] is is_alone]
         assert sorted((one["prefill"], one["decode"]) for one in some) == pairs
     assert {one["num_bytes"] for one in figures} == {3 * QWEN3_8B.block_bytes}
-    lines = run.stdout.decode().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("RESULT ") for line in lines) == len(figures) == 8
     total = sum(one["gb_s"] for one in figures if not one["is_alone"])
     assert f"| {total:.2f} " in lines[-1]
