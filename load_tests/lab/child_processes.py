@@ -51,7 +51,7 @@ def _signal_at_parents_end(number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def _run(parent: int, number: int, words: Sequence[str]) -> None:
+def _run(parent: int, number: int, words: list[str]) -> None:
     """Becomes `words`."""
     _signal_at_parents_end(number)
     if os.getppid() != parent:

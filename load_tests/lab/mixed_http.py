@@ -21,6 +21,7 @@ import msgspec
 from load_tests.http_load.client import DONE, LoadError, Server
 from load_tests.http_load.preflight import find_model
 from load_tests.http_load.sse import EventParser
+from load_tests.lab.child_processes import die_with_parent
 from load_tests.mixed_load import SHORT_FIRST_PRIORITIES, Arrival, MixedLoad, Served, Stamps
 from load_tests.testbed.stream_client import Piece, StreamClient
 
@@ -155,7 +156,7 @@ class HttpClients:
         spawn = multiprocessing.get_context("spawn")
         self._num = num_clients
         self._barrier = spawn.Barrier(num_clients, timeout=GATHER_S)
-        self._pool = ProcessPoolExecutor(num_clients, spawn, _keep_barrier, (self._barrier,))
+        self._pool = ProcessPoolExecutor(num_clients, spawn, _begin_client, (self._barrier,))
         # They start and import now, not when the first load is due.
         self._met = (
             [self._pool.submit(_meet) for _ in range(num_clients)] if num_clients > 1 else []
@@ -205,7 +206,8 @@ def serve_over_http(
 _barrier: Barrier | None = None
 
 
-def _keep_barrier(barrier: Barrier) -> None:
+def _begin_client(barrier: Barrier) -> None:
+    die_with_parent()  # it would wait for loads for ever
     global _barrier
     _barrier = barrier
 

@@ -69,6 +69,21 @@ def test_a_worker_is_killed_with_the_program_that_started_it() -> None:
         program.communicate(timeout=PATIENCE_S)  # until nobody can write any more
 
 
+def test_clients_are_killed_with_the_bench_that_started_them() -> None:
+    text = """
+        import signal
+        from load_tests.lab.mixed_http import HttpClients
+        with HttpClients(2) as clients:
+            for client in clients._met:
+                client.result()
+            print("ready", flush=True)
+            signal.pause()
+    """
+    with started(text) as program:
+        program.kill()
+        program.communicate(timeout=PATIENCE_S)  # until nobody can write any more
+
+
 def test_a_server_is_interrupted_when_the_program_that_started_it_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = """
