@@ -267,7 +267,7 @@ def like_ours(monkeypatch: pytest.MonkeyPatch, vllm_path: Path) -> None:
 def switches(tmp_path: Path, vllm_path: Path) -> list[str]:
     return [
         *("--model", str(MODEL), "--gpus", "--num-blocks", "64", "--port", str(free_ports(40))),
-        *("--rates", "20", "--duration-s", "0.5", "--warm-up-s", "0.3", "--shrink", "64"),
+        *("--rates", "20", "--duration-s", "0.2", "--warm-up-s", "0.2", "--shrink", "64"),
         *("--output-tokens", "2", "--limits", "60000,60000,60000"),
         *("--json", str(tmp_path / "out.json"), "--logs", str(tmp_path / "logs")),
         *("--vllm-path", str(vllm_path)),
