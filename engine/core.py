@@ -99,8 +99,12 @@ class StepTimes:
         )
 
 
-# Planning, metadata and first launch of a step take the host about 1 ms; the rest is for delays.
-LEAD_S = 2.5e-3
+# Planning, metadata and first launch of a step take the host about 1 ms, with drafts several; the
+# rest is for delays.
+LEAD_S = 2.5e-3  # at least
+_DELAYS_S = 1.5e-3
+_MAX_TURN_S = 20e-3  # that counts to the mean: a pause of the host is none
+_TURN_DECAY = 0.9  # of the mean, a step
 _LOOK_EVERY_S = 0.05  # looking at the queue takes time linear in its length
 
 
@@ -198,6 +202,7 @@ class EngineCore:
         self._defers_planning = defers_planning
         self._queued: tuple[float, QueuedWork] | None = None
         self._busy_until_s = 0.0  # predicted end of the steps in flight, if `defers_planning`
+        self._turn_s = 0.0  # mean of what planning and launching a step took
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._idle_since_s: float | None = None  # set if rows held for drafts leave it idle
         self._times = StepTimes(clock)
@@ -221,17 +226,22 @@ class EngineCore:
     def defer_s(self) -> float:
         """How long the next `step` may be put off so that requests arriving meanwhile join it.
 
-        With a step in flight, until `LEAD_S` before its predicted end; with none, until the end of
-        the queue's window. 0 = call `step` now. Ask again whenever something has happened.
+        With a step in flight, until shortly before its predicted end: as long as planning and
+        launching took lately, and some more. With none, until the end of the queue's window. 0 =
+        call `step` now. Ask again whenever something has happened.
         """
         now_s = self._clock.now_s()
         if self._in_flight:
             if not self._defers_planning or not self.scheduler.costs.is_fitted:
                 return 0.0
             is_done = self._in_flight[-1][1].is_done
-            return 0.0 if is_done else max(0.0, self._busy_until_s - LEAD_S - now_s)
+            return 0.0 if is_done else max(0.0, self._busy_until_s - self._lead_s - now_s)
         until_s = self.scheduler.deferred_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
+
+    @property
+    def _lead_s(self) -> float:
+        return max(LEAD_S, self._turn_s + _DELAYS_S)
 
     def idle_s(self, at_most_s: float) -> float:
         """How long to wait for something to happen after a `step` in which nothing could run."""
@@ -253,7 +263,8 @@ class EngineCore:
         series is in flight, only `has_progressed` is set; if nothing could run, not even that.
         """
         self._times.begin()
-        plan = self.scheduler.plan(self._clock.now_s())
+        began_s = self._clock.now_s()
+        plan = self.scheduler.plan(began_s)
         planned_s = self._times.end(Phase.PLAN)
         if plan is not None and self._idle_since_s is not None:
             self.scheduler.count_idle(planned_s - self._idle_since_s)
@@ -263,7 +274,8 @@ class EngineCore:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
             self.scheduler.index_joined()  # while the device computes
-            self._times.end(Phase.LAUNCH)
+            turn_s = min(self._times.end(Phase.LAUNCH) - began_s, _MAX_TURN_S)
+            self._turn_s += (1 - _TURN_DECAY) * (turn_s - self._turn_s)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

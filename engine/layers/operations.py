@@ -58,8 +58,8 @@ class Flow:
     coded: CodedTokens | None = None
     # `x` is this rank's part of a sum, which the norm that follows takes (`FusedSums`).
     owes_sum: bool = False
-    # What the output of the part before is the sum of, in place of `x`, for the norm that follows;
-    # of a single rank.
+    # The output of the part before is the sum of this, and not `x`: the norm that follows takes it.
+    # On a single rank alone.
     unsummed: Unsummed | None = None
     # of `FeedForward`; None where no token is padding
     slots: Tensor | None = None

@@ -14,7 +14,7 @@ from kernels.quant.coded_tokens import InputForm
 def sum_over_ranks(flow: Flow) -> None:
     """Now, or, where that is faster, with the norm that follows."""
     if flow.unsummed is not None:
-        return  # of a single rank
+        return  # there is a single rank
     fused = flow.ctx.fused_sums
     flow.owes_sum = True
     if fused is None or flow.residual is None or not fused.fits(flow.x):

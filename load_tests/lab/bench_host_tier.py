@@ -50,7 +50,7 @@ ON_GPU: dict[str, object] = {
 }
 HEADER = [
     "run", "first token ms: mean", "p50", "p90", "later turns: mean", "turns/s", "all s", "cpu s",
-    "found %", "from host %", "loads", "given up", "tokens computed",
+    "found %", "from host %", "loads", "given up", "unworthy", "tokens computed",
 ]  # fmt: skip
 
 
@@ -135,6 +135,7 @@ class Result:
     num_loaded_tokens: int = 0
     num_loads: int = 0
     num_given_up: int = 0
+    num_unworthy: int = 0  # blocks that were found, and sooner computed; at every look
 
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
@@ -152,6 +153,7 @@ class Result:
             f"{100 * self.num_loaded_tokens / self.num_prompt_tokens:.1f}",
             str(self.num_loads),
             str(self.num_given_up),
+            str(self.num_unworthy),
             str(self.num_prompt_tokens - self.num_found_tokens),
         ]
 
@@ -279,6 +281,7 @@ def run(
         result.num_loaded_tokens = (after.num_loaded - before.num_loaded) * BLOCK_SIZE
         result.num_loads = after.num_waits - before.num_waits
         result.num_given_up = after.num_given_up - before.num_given_up
+        result.num_unworthy = after.num_unworthy - before.num_unworthy
     return result
 
 

@@ -4,10 +4,11 @@
     python -m load_tests.lab.bench_tier_copies --device cpu --layers 2
 
 Blocks of an 8B model in bf16, 256 at a time, by the tier's own mover, with and without staging.
-First that what comes back is what was saved, though a step overwrote it at once. Then how long the
-stream of the steps is held by a save, and how long the thread that steps. Then steps like decoding
-(a few ids up, 60 products over 3 GB of weights, a few tokens down, which the host waits for), alone
-and while another thread saves or loads.
+First how long a load takes while many steps are queued, the first one and the next; then that what
+comes back is what was saved, though a step overwrote it at once. Then how long the stream of the
+steps is held by a save, and how long the thread that steps. Then steps like decoding (a few ids up,
+60 products over 3 GB of weights, a few tokens down, which the host waits for), alone and while
+another thread saves or loads.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from load_tests.tables import describe_machine, render_rows
 
 NUM_BLOCKS = 256
 NUM_PIECES = 16  # of a load, as of the tier's
+NUM_FEW = 8  # blocks
+NUM_QUEUED = 40  # steps, about 50 ms on an H200
 NUM_REPEATS = 7
 NUM_BESIDE = 20  # saves or loads beside which steps are timed
 MAX_STEPS = 3000
@@ -55,6 +58,12 @@ class Copies:
         assert digests == store.digest_staged(before), "other digests"
         assert self.mover.begin_load()(IDS, spare) == digests, "other bits came back"
         assert torch.equal(store.gather(spare), before), "other bits came back"
+
+    def piece_ms(self) -> float:
+        """Of a load of a few blocks."""
+        began_s = time.perf_counter()
+        self.mover.begin_load()(IDS[:NUM_FEW], IDS[:NUM_FEW])
+        return 1e3 * (time.perf_counter() - began_s)
 
     def save(self) -> None:
         self.mover.save(IDS, IDS)()
@@ -106,13 +115,12 @@ class Steps:
         self._down = torch.zeros(1024, dtype=torch.int64, pin_memory=pinned)
         self._ids = torch.zeros(1024, dtype=torch.int64, device=device)
 
-    def _run(self) -> None:
+    def queue(self) -> None:
+        """One step, which is not waited for on a GPU."""
         self._ids.copy_(self._up, non_blocking=True)
         for weight in self._weights:
             torch.matmul(self._rows, weight)
         self._down.copy_(self._ids, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def times_ms(self, number: int, until: Event | None = None) -> list[float]:
         """At least `number`, and on until it is set."""
@@ -121,7 +129,9 @@ class Steps:
             if len(found) >= number and (until is None or until.is_set()):
                 break
             began_s = time.perf_counter()
-            self._run()
+            self.queue()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
             found.append(1e3 * (time.perf_counter() - began_s))
         return found
 
@@ -169,8 +179,13 @@ def main() -> None:
     layout = KvLayout.with_heads(
         num_layers=args.layers, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
     )
+    steps = Steps(device)
     for num_staged in (0, NUM_BLOCKS // 2, NUM_BLOCKS):
         copies = Copies(layout, device, num_staged)
+        for _ in range(NUM_QUEUED):
+            steps.queue()
+        first_ms, next_ms = copies.piece_ms(), copies.piece_ms()
+        print(f"{NUM_FEW} blocks loaded beside steps: first {first_ms:.2f} ms, then {next_ms:.2f}")
         copies.check()
         held_ms, stepping_ms, all_ms = copies.save_times_ms()
         print(
@@ -178,7 +193,6 @@ def main() -> None:
             f" {stepping_ms:.3f}; all {all_ms:.2f} ({1e3 * copies.gigabytes / all_ms:.1f} GB/s)",
             flush=True,
         )
-    steps = Steps(device)
     steps.times_ms(30)
     rows = [HEADER, row("nothing", steps.times_ms(300), "")]
     rows.append(steps.beside("saves", copies.save, copies.gigabytes))

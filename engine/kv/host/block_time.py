@@ -4,15 +4,16 @@ import math
 import time
 
 _LEARNING_RATE = 0.2
-_FORGET_S = 30.0
+_MAX_SLOWER = 4.0  # than predicted, that one measurement may count as
+_FORGET_S = 5.0
 
 
 class BlockTime:
     """A predicted time. One thread learns, any may ask.
 
-    The first prediction is a hopeful one: what is predicted to be too slow is never tried, and so
-    never measured. For the same reason what was measured is forgotten when nothing has been for
-    `_FORGET_S` seconds: something may have held it up.
+    What is predicted to be too slow is not tried, and so not measured again. So the first
+    prediction is a hopeful one, a single measurement that something has held up counts for little,
+    and when there was none for `_FORGET_S` seconds, all are forgotten.
     """
 
     def __init__(self, hopeful_s: float) -> None:
@@ -26,5 +27,6 @@ class BlockTime:
 
     def learn(self, took_s: float) -> None:
         before_s = self.predicted_s
-        self._learnt_s = before_s + _LEARNING_RATE * (took_s - before_s)
+        counted_s = min(took_s, _MAX_SLOWER * before_s)
+        self._learnt_s = before_s + _LEARNING_RATE * (counted_s - before_s)
         self._learnt_at_s = time.monotonic()

@@ -111,14 +111,27 @@ class CudaMover:
         with torch.cuda.device(store.device):
             self._staged = _staging(store, num_staged)
             self._rows = StagingRows(num_staged)
-            if num_staged:  # compile now, not at the first save
-                self._queue_reads([0], [0])
             _lock_pages(arena)
             # Else the next mapping at this address could not be locked.
             weakref.finalize(self, _unlock_pages, arena.data_ptr()).atexit = False
-            self._saves = torch.cuda.Stream(priority=-1)  # the next step waits for it
+            # Their short kernels go before the rest of a step's: the next step waits for the first,
+            # and every piece of a load for the second.
+            self._saves, self._loads = (torch.cuda.Stream(priority=-1) for _ in range(2))
             self._drains = torch.cuda.Stream()
-            self._loads = torch.cuda.Stream()
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Does on each stream what it is for: it may compile, and a stream's first tensor is taken
+        from the GPU, which waits for the steps that it runs.
+        """
+        rows = self._rows.take(1)
+        with torch.cuda.stream(self._saves):
+            self._queue_reads([0], rows)
+        for stream in (self._drains, self._loads):
+            with torch.cuda.stream(stream):
+                self._store.digest([0])
+        torch.cuda.synchronize()
+        self._rows.give_back(rows)
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
         rows = self._rows.take(len(block_ids))

@@ -1,8 +1,8 @@
 """Device memory in which evicted blocks wait for the bus, so that no step has to.
 
 A step that was given evicted blocks may overwrite them once they have been read. Reading them over
-the bus takes 47 us for one of 2.4 MB, copying it inside the device 1.4 (an H200, 50 GB/s and 3.4
-TB/s of copy): for a prompt of 4,096 tokens 12 ms or 0.35, of 60 that computing it takes.
+the bus takes 47 us for one of 2.4 MB on an H200, copying it inside the device 1.3: for a prompt of
+4,096 tokens 12 ms or 0.33, of 60 that computing it takes.
 
 Knows no tensors.
 """

@@ -38,7 +38,7 @@ Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 Problem = Literal["corrupt", "gone", "failed"]
 
 _NUM_PIECES = 16  # of a load: each shows that it gets on
-_PIECE_BYTES = 2**23  # at least, as far as there is so much: a piece is waited for by itself
+_PIECE_BYTES = 2**24  # at least, as far as there is so much: a piece is waited for by itself
 _MAX_WRITING_SHARE = 4  # at most 1/4 of the arena is being written by one worker
 _HOPED_BYTES_S = (
     50e9  # of a load; one that is slower costs little (engine/scheduling/host_loads.py)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from configs.schema import LapsConfig
+from engine.core import Executor, PendingStep
 from engine.cost_model import StepCosts, StepWork
 from engine.messages import ShortLoad
 from engine.plan import StepPlan
@@ -190,6 +191,29 @@ def test_the_next_step_is_planned_shortly_before_the_device_needs_it() -> None:
     assert replica.core.defer_s() == 0.0
     replica.step()
     assert rows_of(replica.last_plan) == {short.row: 8}
+
+
+def test_a_host_that_takes_longer_to_launch_plans_earlier() -> None:
+    """As with drafts: planned 2.5 ms before the device needs it, each step would come too late."""
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True)
+    launch_s = 8e-3
+
+    class SlowToLaunch:
+        def __init__(self, executor: Executor) -> None:
+            self._executor = executor
+
+        def launch(self, plan: StepPlan) -> PendingStep:
+            replica.clock.advance(launch_s)
+            return self._executor.launch(plan)
+
+    replica.core.wrap_executor(SlowToLaunch)
+    replica.add("decoding", prompt_of(8), params=params_of(60))
+    for _ in range(40):
+        replica.step()
+    replica.add("long", prompt_of(900))
+    replica.step()
+    before_end_s = replica.core._busy_until_s - replica.clock.now_s() - replica.core.defer_s()
+    assert launch_s < before_end_s < launch_s + 2e-3
 
 
 def test_a_step_that_has_ended_early_is_not_waited_for() -> None:
