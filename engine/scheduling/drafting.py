@@ -159,7 +159,7 @@ class Drafting:
         self._bounds: dict[RequestKey, int] = {}  # drafts that a request may ever have
         # Requests that go on while their step with drafts is in flight: it, and tokens at most.
         self._ahead: dict[RequestKey, tuple[PlannedDrafts, int]] = {}
-        self._idle_s = 0.0
+        self._idle_s = self._late_s = 0.0
         self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
@@ -363,6 +363,10 @@ class Drafting:
         """The device had nothing to do before the step just planned, because rows were held."""
         self._idle_s += self._gap.add(seconds)
 
+    def count_late(self, seconds: float) -> None:
+        """The device waited before the step that is committed next, which was launched too late."""
+        self._late_s = seconds
+
     def pays_to_wait(
         self, decodes: StepWork, num_held_rows: int, costs: StepCosts, *, num_elsewhere: int = 0
     ) -> bool:
@@ -447,6 +451,7 @@ class Drafting:
         if seconds is not None:
             seconds += planned.spent_s
         waited_s = max(0.0, idle_s - planned.spent_s)  # the drafter works while the device waits
+        waited_s, self._late_s = max(waited_s, self._late_s), 0.0
         policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def unseat(self, request: Request) -> None:
