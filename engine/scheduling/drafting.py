@@ -413,6 +413,7 @@ class Drafting:
         Their tokens were appended. The progress of a request was counted as if all drafts were
         right; then it counts all tokens but the newest, and a step in flight besides.
         """
+        late_s, self._late_s = self._late_s, 0.0
         advanced: list[Request] = []
         observed: list[tuple[RequestKey, int, int]] = []
         for index, num_before in known_before:
@@ -436,13 +437,18 @@ class Drafting:
             if observed:
                 self._policy.observe(keys, nums_drafts, nums_accepted)
             if planned.decision is not None:
-                self._observe_step(self._policy, planned, planned.decision, result)
+                self._observe_step(self._policy, planned, planned.decision, result, late_s)
         return advanced
 
     def _observe_step(
-        self, policy: DraftPolicy, planned: PlannedDrafts, decision: StepDrafts, result: StepResult
+        self,
+        policy: DraftPolicy,
+        planned: PlannedDrafts,
+        decision: StepDrafts,
+        result: StepResult,
+        late_s: float,
     ) -> None:
-        """Tell what the step took, with the time that the device waited for the drafts."""
+        """Tell what the step took, and what the device waited before it: `late_s` for the host."""
         idle_s, self._idle_s = self._idle_s, 0.0
         if idle_s > 0:
             decision = replace(decision, is_holding=True)
@@ -450,8 +456,8 @@ class Drafting:
         seconds = result.duration_s
         if seconds is not None:
             seconds += planned.spent_s
-        waited_s = max(0.0, idle_s - planned.spent_s)  # the drafter works while the device waits
-        waited_s, self._late_s = max(waited_s, self._late_s), 0.0
+        # The drafter works while the device waits, or is what the device computes meanwhile.
+        waited_s = max(0.0, max(idle_s, late_s) - planned.spent_s)
         policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def unseat(self, request: Request) -> None:
