@@ -178,6 +178,11 @@ class DpScheduler:
         for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
             drafting.count_idle(seconds)
 
+    @property
+    def waited_s(self) -> float:
+        """As of a `Scheduler`; the ranks wait together."""
+        return max(one.waited_s for one in self.of_rank)
+
     def count_late(self, seconds: float) -> None:
         """As of each `Scheduler`."""
         for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():

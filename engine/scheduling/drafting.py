@@ -160,6 +160,7 @@ class Drafting:
         # Requests that go on while their step with drafts is in flight: it, and tokens at most.
         self._ahead: dict[RequestKey, tuple[PlannedDrafts, int]] = {}
         self._idle_s = self._late_s = 0.0
+        self.waited_s = 0.0  # of the last planning, for passes of the drafter
         self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
@@ -174,6 +175,7 @@ class Drafting:
 
     def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:
         """The drafts for a step that decodes `requests`; gives them blocks."""
+        self.waited_s = 0.0
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
@@ -278,6 +280,7 @@ class Drafting:
         if not asked:
             return found
         proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
+        self.waited_s = drafter.spent_s
         for (i, request), drafts in zip(asked, proposed, strict=True):
             ends = (at for at, token_id in enumerate(drafts) if token_id in request.stop_ids)
             # After a token that ends the request nothing is sampled, so it need not be a draft.
