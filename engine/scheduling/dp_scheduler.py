@@ -180,8 +180,8 @@ class DpScheduler:
 
     @property
     def waited_s(self) -> float:
-        """As of a `Scheduler`; the ranks wait together."""
-        return max(one.waited_s for one in self.of_rank)
+        """As of a `Scheduler`; the ranks that have planned wait together."""
+        return max(self.of_rank[rank].waited_s for rank in self._newest_ranks)
 
     def count_late(self, seconds: float) -> None:
         """As of each `Scheduler`."""
