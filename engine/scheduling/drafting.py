@@ -265,10 +265,12 @@ class Drafting:
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
     ) -> Turns[dict[int, list[int]]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
-        asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
-        ahead = [(i, request) for i, request in asked if self._goes_ahead(request)]
+        ahead: list[tuple[int, Request]] = []
+        asked: list[tuple[int, Request]] = []
+        for i, request in enumerate(requests):
+            if most[i] > 0:
+                (ahead if self._goes_ahead(request) else asked).append((i, request))
         found = self._propose_ahead(drafter, ahead, most) if ahead else {}
-        asked = [(i, request) for i, request in asked if not self._goes_ahead(request)]
         if not asked:
             return found
         proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
