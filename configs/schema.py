@@ -229,7 +229,8 @@ class SpeculationConfig(_Section, frozen=True):
     # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"
-    # Steps with drafts of up to so many tokens replay CUDA graphs of their own; 0 = none do.
+    # Steps with drafts of up to so many tokens replay CUDA graphs of their own, and drafts are cut
+    # to what fits, if that is one of each row; 0 = none do.
     max_graph_tokens: Annotated[int, Meta(ge=0)] = 0
 
 

@@ -99,10 +99,9 @@ class StepTimes:
         )
 
 
-# Planning, metadata and first launch of a step take the host about 1 ms, with drafts several; the
-# rest is for delays.
-LEAD_S = 2.5e-3  # at least
-_DELAYS_S = 1.5e-3
+# Planning, metadata and first launch of a step take the host about 1 ms; the rest is for delays.
+LEAD_S = 2.5e-3
+_DELAYS_S = 0.5e-3  # where they take more than that, as with drafts: each ms keeps a prompt waiting
 _MAX_TURN_S = 20e-3  # that counts to the mean: a pause of the host is none
 _TURN_DECAY = 0.9  # of the mean, a step
 _LOOK_EVERY_S = 0.05  # looking at the queue takes time linear in its length
@@ -157,6 +156,7 @@ class StepScheduler(Protocol):
     @property
     def is_held_for_drafts(self) -> bool: ...
     def count_idle(self, seconds: float) -> None: ...
+    def count_late(self, seconds: float) -> None: ...
     @property
     def costs(self) -> StepCosts: ...
     @property
@@ -205,6 +205,7 @@ class EngineCore:
         self._turn_s = 0.0  # mean of what planning and launching a step took
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._idle_since_s: float | None = None  # set if rows held for drafts leave it idle
+        self._tokens_s: float | None = None  # when those of the step before came; None = no step
         self._times = StepTimes(clock)
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
@@ -270,6 +271,8 @@ class EngineCore:
             self.scheduler.count_idle(planned_s - self._idle_since_s)
         self._idle_since_s = None
         if plan is not None:
+            if not self._in_flight:
+                self._tokens_s = None  # what the device waited for is told otherwise, if at all
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
@@ -300,6 +303,9 @@ class EngineCore:
         result = pending.wait()
         now_s = self._times.end(Phase.WAIT)
         self._predict_end(now_s)
+        if self._tokens_s is not None and result.duration_s is not None:
+            self.scheduler.count_late(max(0.0, now_s - self._tokens_s - result.duration_s))
+        self._tokens_s = now_s
         is_idle = self._overlap and not self._in_flight and self.scheduler.is_held_for_drafts
         output = self.scheduler.commit(plan, result)
         if is_idle and self.scheduler.num_running > 0:  # else it has nothing to do

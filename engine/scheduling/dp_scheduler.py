@@ -178,6 +178,11 @@ class DpScheduler:
         for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
             drafting.count_idle(seconds)
 
+    def count_late(self, seconds: float) -> None:
+        """As of each `Scheduler`."""
+        for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
+            drafting.count_late(seconds)
+
     @property
     def is_held_for_drafts(self) -> bool:
         """Whether every rank with rows waits for a step in flight, so that the device does."""

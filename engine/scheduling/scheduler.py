@@ -314,6 +314,10 @@ class Scheduler:
         """The device had nothing to do before the step just planned, because rows were held."""
         self.drafting.count_idle(seconds)
 
+    def count_late(self, seconds: float) -> None:
+        """The device waited before the step that is committed next, which was launched too late."""
+        self.drafting.count_late(seconds)
+
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         """Every holder of block references in this scheduler, for the check that none is lost."""
         for request in self._all_requests():

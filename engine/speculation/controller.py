@@ -323,12 +323,18 @@ class Purse:
         # Measured over predicted seconds of plain steps.
         self._ratios: deque[float] = deque(maxlen=self.NUM_PLAIN)
         self._bias = 1.0  # their median
+        self._plain_waits_s: deque[float] = deque(maxlen=self.NUM_PLAIN)
         self.surcharge = Surcharge()
         self._gain = self._predicted = self._weight = 0.0  # decayed sums
 
     @property
     def is_half_full(self) -> bool:
         return self.balance >= self._rules.purse_steps / 2
+
+    @property
+    def _plain_wait_s(self) -> float:
+        waits_s = sorted(self._plain_waits_s)
+        return waits_s[len(waits_s) // 2] if waits_s else 0.0
 
     @property
     def gain(self) -> float | None:
@@ -345,17 +351,20 @@ class Purse:
     ) -> None:
         """Add a step's gain or loss, and stop or start.
 
-        waited_s: before it, in which the device had nothing to do.
+        waited_s: before it, in which the device had nothing to do. What it waits before plain steps
+        too does not count.
         """
         rules = self._rules
         self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
             counted_s = self._counted_s(drafts, seconds / self._bias)
-            self._add_gain(drafts, num_tokens, counted_s, waited_s / self._bias)
+            more_s = min(max(0.0, waited_s - self._plain_wait_s) / self._bias, drafts.step_s)
+            self._add_gain(drafts, num_tokens, counted_s, more_s)
         else:
             self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
             self._bias = sorted(self._ratios)[len(self._ratios) // 2]
+            self._plain_waits_s.append(waited_s)
         self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
         if self.is_on and self.balance < 0:
             self.is_on = False
@@ -512,7 +521,8 @@ class SpeculationController:
         """Record a step of these rows: the tokens they sampled, and its seconds on the device.
 
         `seconds` includes the drafter's passes; None = not measured, or shared with another step.
-        `waited_s` before that the device had nothing to do, because drafts were not known yet.
+        `waited_s` before that the device had nothing to do: drafts were not known yet, or the host
+        took longer than the step before.
         Nothing is learned from a step of zero duration, which a coarse clock may report.
         """
         if seconds is not None and seconds > 0.0 and drafts.num_drafts:

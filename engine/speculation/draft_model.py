@@ -260,7 +260,8 @@ class DraftModel:
     def _first_pass(self, asked: Sequence[tuple[Request, int]], proposal: _Proposal) -> list[int]:
         """Compute what is missing of all; a first draft for those caught up. Returns these."""
         changes, spans, num_left = _RowChanges(), list[_Span](), self._max_tokens
-        for place, (request, num_drafts) in enumerate(asked):
+        for place in self._least_missing_first(proposal):
+            request, num_drafts = asked[place]
             num_in_flight = proposal.nums_in_flight.get(place, 0)
             if not self._can_pass(request, num_drafts, num_in_flight, num_left):
                 continue
@@ -296,6 +297,23 @@ class DraftModel:
         proposal.launched.append((places, self._launch(plan), False))
         self._end_writing(asked, spans)
         return [span.place for span in spans if span.is_end]
+
+    def _least_missing_first(self, proposal: _Proposal) -> list[int]:
+        """All places, in the order in which the first pass takes them on.
+
+        So whoever is caught up, or nearly so, gets drafts while the prompts of others are computed.
+        """
+        missing = [
+            proposal.nums_in_flight.get(place) or self._num_missing(request)
+            for place, (request, _) in enumerate(proposal.asked)
+        ]
+        return sorted(range(len(missing)), key=missing.__getitem__)
+
+    def _num_missing(self, request: Request) -> int:
+        """Known tokens without KV in this store; drafts that were right may have some."""
+        seat = self._seats.get(request.key)
+        num_known = request.num_known_tokens - self.num_skipped_tokens
+        return num_known - (self._num_stored(request) if seat is None else seat.num_computed_tokens)
 
     def _can_pass(
         self, request: Request, num_drafts: int, num_in_flight: int, num_left: int
@@ -405,23 +423,25 @@ class DraftModel:
     def _seat(self, request: Request) -> _Seat:
         """A seat in the target's row, with the leading blocks whose KV is here already."""
         assert request.row is not None, f"{request.key} has no row"
-        num_found = 0
-        full = zip(request.block_ids, request.block_hashes, strict=False)
-        for block_id, content in full:
-            if self._contents[block_id] != content:
-                break
-            num_found += self._block_size
         num_known = request.num_known_tokens - self.num_skipped_tokens
-        # The last one found may be before another next token here.
-        num_found = max(0, num_found - self.num_skipped_tokens)
         seat = _Seat(
             row=request.row,
             num_known_tokens=num_known,
-            num_computed_tokens=min(num_found, num_known - 1),
+            num_computed_tokens=min(self._num_stored(request), num_known - 1),
             num_blocks=len(self._usable_blocks(request)),
         )
         self._seats[request.key] = seat
         return seat
+
+    def _num_stored(self, request: Request) -> int:
+        """Leading tokens of a request without a seat whose KV is here already."""
+        num_found = 0
+        for block_id, content in zip(request.block_ids, request.block_hashes, strict=False):
+            if self._contents[block_id] != content:
+                break
+            num_found += self._block_size
+        # The last one found may be before another next token here.
+        return max(0, num_found - self.num_skipped_tokens)
 
     def _begin_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """No block that the passes write, with drafts or tokens, is complete meanwhile."""

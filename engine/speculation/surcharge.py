@@ -8,7 +8,8 @@ is on a straight line, beyond them as at the nearest. A kind that was never seen
 nothing more, so that it is tried.
 
 The device waits before the first drafts of requests, and before all drafts of a drafter that needs
-the newest token on the host. That is kept apart: one that does not come again is no size's price.
+the newest token on the host; and before each step, if the host takes longer than the device. That
+is kept apart: a wait that does not come again is no size's price.
 
 The price of a size is the median of its last steps, of which the first alone does not count: it may
 have waited for the host, and the device's time has that in it. A mean would take the pauses of a

@@ -54,6 +54,7 @@ _VERIFIED_S = (0.27e-3, 0.1e-3, 0.1e-3, 1.4e-3, 2.6e-3, 6.9e-3)
 # Of the host, beyond a plain step: its turn took 1.88 ms at 1 row, 2.16 at 16, 3.08 at 64, and 7.81
 # at 256, each with three drafts. A step in flight hides it; a row's first drafts wait for it.
 _DRAFTS_HOST_S, _ROW_HOST_S = 1.25e-3, 0.023e-3
+_NO_GRAPH_HOST_S = 37e-3  # besides: 48 ms at 256 rows with four drafts, where others used the host
 
 
 def verified_s(num_tokens: int) -> float:
@@ -123,8 +124,12 @@ class VirtualDevice:
 
     def _host_s(self, drafts: dict[int, int]) -> float:
         """drafts: of each row that has any planned, how many."""
-        num_rows = sum(num > 0 for num in drafts.values())
-        return LAUNCH_S + (_DRAFTS_HOST_S + num_rows * _ROW_HOST_S if num_rows else 0.0)
+        num_rows, num_drafts = sum(num > 0 for num in drafts.values()), sum(drafts.values())
+        if num_rows == 0:
+            return LAUNCH_S
+        has_graph = len(drafts) + num_drafts <= self._sizes[-1]
+        host_s = _DRAFTS_HOST_S + num_rows * _ROW_HOST_S + LAUNCH_S
+        return host_s if has_graph else host_s + _NO_GRAPH_HOST_S
 
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
         """What the device takes, without noise."""

@@ -1,5 +1,6 @@
 """Drafters that are right as often as a test wants, for requests whose answers are known."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -113,3 +114,15 @@ class EveryOtherStep(FixedDrafts):
         self._gives = not self._gives
         found = super().plan(offer, costs)
         return found if self._gives else replace(found, num_drafts=[0] * len(offer.keys))
+
+
+class RandomDrafts(FixedDrafts):
+    """Gives each row any number of drafts in each step, often none."""
+
+    def __init__(self, num_drafts: int, *, seed: int, max_temperature: float = math.inf) -> None:
+        super().__init__(num_drafts, max_temperature=max_temperature)
+        self._draw = random.Random(seed)
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        found = super().plan(offer, costs)
+        return replace(found, num_drafts=[self._draw.randint(0, n) for n in found.num_drafts])

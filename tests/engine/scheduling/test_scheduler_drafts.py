@@ -213,7 +213,7 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left(
     replica.add("b", prompt_of(9, 1), params=params_of(2))
     replica.step()
     alone, beside = policy.offers
-    assert (alone.graph_tokens, alone.max_draft_tokens) == ((2, 4, 8), 31)
+    assert (alone.graph_tokens, alone.max_draft_tokens) == ((2, 4, 8), 8 - 1)  # fits a graph
     assert (beside.graph_tokens, beside.max_draft_tokens) == ((8, 16), 4 - 2)  # of four lines
     assert (alone.max_step_s, beside.max_step_s) == (None, 0.05)
     replica.add("c", prompt_of(18, 2), params=params_of(2))

@@ -115,3 +115,14 @@ def test_a_request_that_is_not_caught_up_gets_no_drafts_and_holds_nobody_up() ->
     executor = NotingExecutor()
     assert start(executor).propose([(request(1, 3), 2), (request(2, 9), 2)]) == [[10, 11], []]
     assert [plan.rows for plan in executor.plans] == [[1, 2], [1]]
+
+
+def test_requests_that_are_caught_up_wait_for_no_prompt() -> None:
+    """Wherever they are among those asked; of the prompts the shortest ones are computed first."""
+    executor = NotingExecutor()
+    drafter = start(executor)
+    ready, short, long = request(1, 3), request(2, 7), request(3, 20)
+    assert drafter.propose([(ready, 1)]) == [[10]]
+    ready.tokens.append(10)
+    assert drafter.propose([(long, 1), (ready, 1), (short, 1)]) == [[], [11], [21]]
+    assert drafter.propose([(long, 1), (ready, 1), (short, 1)]) == [[], [12], [22]]

@@ -19,6 +19,7 @@ from tests.engine.speculation.eagle_heads import (
     DRAFTS,
     HEAD,
     NUM_LAYERS,
+    assert_same_drafts,
     greedy_drafts,
     greedy_proposals,
     record_proposals,
@@ -33,6 +34,7 @@ from tests.engine.speculation.guessed_engines import (
     with_shared_prefix,
 )
 from tests.engine.speculation.verify_graphs import capture_verification
+from tests.harness.drafters import RandomDrafts
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -64,6 +66,19 @@ def test_greedy_drafts_are_those_of_an_independent_head(folders: tuple[Path, Pat
     target, folder = folders
     head = EagleHead.load(folder)
     for tokens, drafts in greedy_proposals(start(target, folder), SEED)[::3]:
+        assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
+
+
+def test_drafts_do_not_depend_on_which_steps_a_row_sat_out(folders: tuple[Path, Path]) -> None:
+    """Nor on how steps and the head's passes are composed."""
+    target, folder = folders
+    head = EagleHead.load(folder)
+    one = start(target, folder, scheduler__overlap=False)
+    other = start(target, folder, scheduler__overlap=False, scheduler__max_num_batched_tokens=20)
+    other.core.scheduler.drafting.use_policy(RandomDrafts(4, seed=SEED))
+    proposals = [greedy_proposals(engine, SEED) for engine in (one, other)]
+    assert_same_drafts(*proposals, num_at_least=10)
+    for tokens, drafts in proposals[1][::3]:
         assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
 
 

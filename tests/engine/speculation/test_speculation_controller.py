@@ -494,6 +494,19 @@ def test_steps_that_a_coarse_clock_reports_as_zero_teach_nothing() -> None:
     assert controller.statistics().measured_gain == pytest.approx(2 / 1.1)
 
 
+def test_what_the_device_waits_before_plain_steps_too_is_no_loss_of_drafts() -> None:
+    slow_host, slow_drafts = Purse(RULES), Purse(RULES)
+    for purse in (slow_host, slow_drafts):
+        for _ in range(9):
+            purse.observe(PLAIN, 4, 5e-3, 4e-3 if purse is slow_host else 0.0)
+        for _ in range(9):
+            purse.observe(speculating(), 5, 5.5e-3, 4e-3)
+    assert slow_host.is_on
+    assert slow_host.surcharge.wait_s == 0.0
+    assert slow_drafts.num_stops == 1
+    assert slow_drafts.surcharge.wait_s == pytest.approx(4e-3)
+
+
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
     purse = Purse(RULES)
     for _ in range(1000):

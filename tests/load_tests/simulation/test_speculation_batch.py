@@ -1,9 +1,13 @@
 """A batch that starts together, with steps as measured: trials cost little, and rows end alike."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from engine.clock import ManualClock
+from engine.request import Request
 from engine.speculation.rules import SpeculationRules
-from load_tests.simulation.speculation_batch import gains
+from load_tests.simulation.speculation_batch import Batches, LookedUp, gains
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,25 @@ def test_an_unlucky_start_leaves_no_row_behind() -> None:
 def test_a_batch_that_fits_no_graph_does_not_make_drafts_dear_for_others() -> None:
     *_, found = gains([256], 1.0, rules=SpeculationRules(max_drafts=4), seed=3)
     assert found.all_rows_end > 1.3
+
+
+class SlowToPropose(LookedUp):
+    """Drafts that take the host longer than a step takes the device."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        self._clock.advance(9e-3)
+        return super().propose_ahead(asked)
+
+
+def test_drafts_that_cost_the_host_more_than_the_device_are_given_up() -> None:
+    """Steps overlap, so the device's own time does not show it: it waits in between."""
+    plain, drafted = Batches(1, drafts=False), Batches(1, drafts=True)
+    drafted.device.acceptance = 0.5
+    drafted.scheduler.drafting.drafter = SlowToPropose(drafted.clock)
+    assert plain.run(1, 1000).all_s / drafted.run(1, 1000).all_s > 0.96
 
 
 @pytest.mark.parametrize("acceptance", [0.25, 0.75])
