@@ -319,11 +319,11 @@ class Drafting:
 
         `begun`: requests whose prompt this step completes.
         """
-        guessed, nums = planned.guessed, self._nums_going_on(decodes, planned)
-        held = [decodes[i] for i in guessed if not self._go_on(decodes[i], i, planned, nums[i])]
+        nums = self._nums_going_on(decodes, planned)  # of each in `planned.guessed`
+        held = [decodes[i] for i in nums if not self._go_on(decodes[i], i, planned, nums[i])]
         if not self.holds or self._policy is None:
             return held
-        without = [r for i, r in enumerate(decodes) if i not in guessed]
+        without = [r for i, r in enumerate(decodes) if i not in nums]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
