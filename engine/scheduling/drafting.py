@@ -273,10 +273,12 @@ class Drafting:
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
     ) -> Turns[dict[int, list[int]]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
-        asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
-        ahead = [(i, request) for i, request in asked if self._goes_ahead(request)]
+        ahead: list[tuple[int, Request]] = []
+        asked: list[tuple[int, Request]] = []
+        for i, request in enumerate(requests):
+            if most[i] > 0:
+                (ahead if self._goes_ahead(request) else asked).append((i, request))
         found = self._propose_ahead(drafter, ahead, most) if ahead else {}
-        asked = [(i, request) for i, request in asked if not self._goes_ahead(request)]
         if not asked:
             return found
         proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
@@ -320,11 +322,11 @@ class Drafting:
 
         `begun`: requests whose prompt this step completes.
         """
-        guessed, nums = planned.guessed, self._nums_going_on(decodes, planned)
-        held = [decodes[i] for i in guessed if not self._go_on(decodes[i], i, planned, nums[i])]
+        nums = self._nums_going_on(decodes, planned)  # of each in `planned.guessed`
+        held = [decodes[i] for i in nums if not self._go_on(decodes[i], i, planned, nums[i])]
         if not self.holds or self._policy is None:
             return held
-        without = [r for i, r in enumerate(decodes) if i not in guessed]
+        without = [r for i, r in enumerate(decodes) if i not in nums]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
