@@ -57,11 +57,12 @@ from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
 from engine.speculation.drafter import HostDrafter, RequestNgrams
 from kernels.guesses import GuessedLines
+from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES
 from load_tests.prompts import RandomPrompts
-from load_tests.tables import describe_machine, render_rows
+from load_tests.tables import render_rows
 
 NUM_NEW = 128  # timed tokens of every row, after its first
 DRAFT_ID = 7  # any token that ends no request
@@ -536,8 +537,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = build_parser().parse_args()
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(describe_machine() | {"device": device, "torch": torch.__version__}, flush=True)
+    print(describe_device(args.device), flush=True)
     header = ["rows", "keys", "drafts", "accepted length", "ms a token", "x", "all rows", "x"]
     header += ["rows a step", "device ms", "host ms", "of these, processor"]
     with tempfile.TemporaryDirectory() as scratch:

@@ -17,7 +17,6 @@ Outputs are held against the Triton kernels'. Exits with 1 if one differs.
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from kernels.attention.gathering import Reads
 from kernels.attention.names import AttentionName
 from kernels.attention.protocol import AttentionShape, AttentionStep, build_step
 from kernels.attention.select import why_not
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.moe_step import MAX_ERROR, graph_us
 from load_tests.tables import render_rows
 
@@ -343,10 +343,6 @@ def _write(args: argparse.Namespace, found: Sequence[Result]) -> None:
     args.json.write_text(json.dumps({**record, "results": [asdict(r) for r in found]}))
 
 
-def _stop(*_: object) -> None:
-    raise SystemExit("stopped before its end")
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
+    exit_on_sigterm()
     sys.exit(main())

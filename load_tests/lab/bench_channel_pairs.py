@@ -14,12 +14,13 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,11 +31,14 @@ from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError
 from engine.messages import ChannelKind
 from load_tests.lab.bench_channels import KINDS, QWEN3_8B, check_arrived, rate_gb_s
+from load_tests.lab.child_processes import bound_to_parent, exit_on_sigterm
+from load_tests.lab.server_process import ROOT
 from load_tests.tables import describe_machine, render_rows
 from load_tests.testbed.channel_ends import End, FileBoard, ReceivingProcess, SendingProcess
 
 MEET_S = 90.0  # for the other workers to start, and for a channel to open
-POLL_S = 0.001  # between looks at what other processes have done
+POLL_S = 0.001  # between looks of a sender at whether the others have come
+LOOK_S = 0.05  # between looks at what the workers have done
 EPOCHS = 1000  # of a pair, so that those of one process differ
 NUM_THREADS = 64  # of a receiver; each pair keeps two waiting
 
@@ -196,7 +200,7 @@ def work(args: argparse.Namespace) -> None:
 def run(folder: Path, args: argparse.Namespace) -> list[PairFigure]:
     """Every worker, each with a GPU of its own, until all senders are done.
 
-    Raises SystemExit when one of them fails.
+    Raises SystemExit when a worker fails.
     """
     for prefill in range(args.prefill):
         for decode in range(args.decode):
@@ -205,8 +209,7 @@ def run(folder: Path, args: argparse.Namespace) -> list[PairFigure]:
     names += [f"decode:{i}" for i in range(args.decode)]
     workers = {name: _start(name, gpu, folder) for gpu, name in enumerate(names)}
     try:
-        senders = [workers[f"prefill:{i}"] for i in range(args.prefill)]
-        lines = _lines_until_over(senders, figures_file(folder), time.monotonic() + args.limit_s)
+        lines = lines_until_over(workers, figures_file(folder), time.monotonic() + args.limit_s)
     finally:
         for worker in workers.values():
             worker.kill()
@@ -217,29 +220,32 @@ def run(folder: Path, args: argparse.Namespace) -> list[PairFigure]:
 def _start(name: str, gpu: int, folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "load_tests.lab.bench_channel_pairs", *sys.argv[1:]]
     command += ["--worker", name, "--folder", str(folder)]
-    return subprocess.Popen(["env", f"CUDA_VISIBLE_DEVICES={gpu}", *command])
+    command = ["env", f"CUDA_VISIBLE_DEVICES={gpu}", *command]
+    return subprocess.Popen(bound_to_parent(command, signal.SIGKILL), cwd=ROOT)
 
 
-def _lines_until_over(
-    senders: Sequence["subprocess.Popen[bytes]"], file: Path, until_s: float
+def lines_until_over(
+    workers: Mapping[str, "subprocess.Popen[bytes]"], file: Path, until_s: float
 ) -> list[str]:
-    """Every line of figures, each printed as soon as it is there.
+    """Every line of figures until all senders have ended, each printed as soon as it is there.
 
-    Raises SystemExit as soon as a sender has failed, or when the time is over.
+    Raises SystemExit as soon as a worker has failed, or when the time is over.
     """
     file.touch()
     lines: list[str] = []
-    ended: list[int | None] = [None]
-    while None in ended and not any(ended) and time.monotonic() < until_s:
-        time.sleep(POLL_S)
-        ended = [sender.poll() for sender in senders]
+    while True:
+        ended = {name: worker.poll() for name, worker in workers.items()}
         new = file.read_text().splitlines()[len(lines) :]
         for line in new:
             print("RESULT", line, flush=True)
         lines += new
-    if any(code != 0 for code in ended):
-        raise SystemExit(f"the senders ended with {ended} (None = the time was over)")
-    return lines
+        if all(code == 0 for name, code in ended.items() if name.startswith("prefill")):
+            return lines
+        if failed := [f"{name} with {code}" for name, code in ended.items() if code]:
+            raise SystemExit(f"failed: {', '.join(failed)}")
+        if time.monotonic() > until_s:
+            raise SystemExit("the time was over before the senders were done: see --limit-s")
+        time.sleep(LOOK_S)
 
 
 def render(figures: Sequence[PairFigure]) -> str:
@@ -282,6 +288,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         figures = run(Path(folder), args)
     print(render(figures))

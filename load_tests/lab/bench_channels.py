@@ -35,6 +35,7 @@ from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.handoff_stages import Stages, stages_of
 from load_tests.lab.step_load import StepLoad
 from load_tests.mixed_load import LONG_TOKENS, MixedLoad
@@ -339,6 +340,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
+    exit_on_sigterm()
     outcomes: list[Outcome] = []
     for kv_dtype in args.kv_dtype:
         with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,7 @@ from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.tables import render_rows
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ def main() -> None:
     if args.store is not None:
         measure(Rank(args.rank, args.ranks), args.store, args)
         return
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         command = [sys.executable, "-m", "load_tests.lab.bench_comm", *sys.argv[1:]]

@@ -4,6 +4,8 @@
         --model DIR/qwen3-8b --at-once 3 --num-blocks 9000 --clients 8 --rates 44 60 --search \\
         --limits 100,1000,50 --duration-s 12 --vllm-path /opt/vllm --json four.json --logs logs
     python -m load_tests.lab.validate_deployments four.json         # the simulator beside it
+    python -m load_tests.lab.bench_deployments 1u 1p1d --model demo_model/laps-demo --at-once 2 \\
+        --weights safetensors --gpus --shrink 8 --rates 4 --duration-s 8    # tries it on a CPU
 
 What may be named is in `deployments.py`. `--at-once` of them start side by side, on the same GPUs,
 and are measured in turn while the others idle; then they end, and the next ones start. So a start
@@ -12,14 +14,13 @@ have to fit. With `--at-once 1` each may have the whole GPU.
 
 Each rate's figures are printed at once as `RESULT {json}`, and `--json` is written again after
 each. A deployment that does not start, or refuses requests, is left out and the next one measured.
-When `--budget-s` is over, what is left is not run, and said so. Every process is ended.
+When `--budget-s` is over, what is left is not run, and said so. Every process is ended, also where
+this one is interrupted or told to end (SIGTERM).
 """
 
 import argparse
 import json
 import math
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +28,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
+from engine.errors import ConfigError
 from engine.messages import LapsStatus
 from engine.models.spec import load_spec
 from load_tests.http_load.client import LoadError, Server, get
 from load_tests.lab.bench_mixed import setting_from_text
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.deployments import Deployment, Place, application_overrides, server_commands
 from load_tests.lab.mixed_http import Asking, HttpClients
 from load_tests.lab.mixed_sweep import Budget, Results, Serve, Sweep, note
@@ -96,7 +98,7 @@ class Bench:
     """Starts, measures and ends what the arguments name."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises ValueError for switches that contradict each other."""
+        """Raises ValueError for contradicting switches, ConfigError for a wrong model."""
         if args.search and args.limits is None:
             raise ValueError("--search needs --limits")
         self._args = args
@@ -254,16 +256,18 @@ def _describe(args: argparse.Namespace) -> dict[str, object]:
     return describe_machine() | {name: getattr(args, name) for name in (*names, "num_blocks")}
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> None:
-    args = build_parser().parse_args()
-    signal.signal(signal.SIGTERM, _leave)  # a time limit: every process is still ended
-    bench = Bench(args)
+    parser = build_parser()
+    args = parser.parse_args()
+    exit_on_sigterm()
+    try:
+        bench = Bench(args)
+    except (ValueError, ConfigError) as error:
+        parser.error(str(error))
     bench.run()
     print(bench.results.render())
+    if not bench.results.points:
+        raise SystemExit("nothing was measured")
 
 
 if __name__ == "__main__":

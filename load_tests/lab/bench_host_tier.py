@@ -35,9 +35,10 @@ from engine.models.llama import CausalLM
 from load_tests.http_load.dialogue import Content, IdDialogue
 from load_tests.http_load.scenario import read_scenario
 from load_tests.http_load.schedule import Piece, Session, Turn, draw_sessions
+from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
-from load_tests.tables import describe_machine, render_rows
+from load_tests.tables import render_rows
 
 BLOCK_SIZE = 16
 IDLE_WAIT_S = 0.05
@@ -395,7 +396,7 @@ def main() -> None:
                 disk = Path(scratch) / f"kv-{number}"
                 runner.run(f"{name} + disk", args.disk_host_gib, disk)
     print(render_rows(runner.rows))
-    print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    print("\n".join(f"{name}: {value}" for name, value in describe_device(args.device).items()))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ from engine.ranks.comm import connect_ranks
 from engine.ranks.leading import StepCounts
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
-from load_tests.tables import describe_machine, render_rows
+from load_tests.lab.child_processes import exit_on_sigterm
+from load_tests.lab.devices import describe_device
+from load_tests.tables import render_rows
 
 SIZE = 2
 NUM_LAYERS = 64
@@ -131,9 +133,7 @@ def measure(rank: Rank, store: Path, args: argparse.Namespace) -> str:
                 rates.append(f"{size_gb / statistics.median(taken_s):.1f} GB/s")
             table.append((str(number), f"{size_gb:.2f}", where, *rates))
     comm.close()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    about = describe_machine() | {"device": name, "torch": torch.__version__}
-    said = "\n".join(f"{key}: {value}" for key, value in about.items())
+    said = "\n".join(f"{key}: {value}" for key, value in describe_device(device).items())
     return f"{render_rows(table)}\n{said}"
 
 
@@ -149,6 +149,7 @@ def main() -> None:
     if args.store is not None:
         measure(Rank(args.rank, SIZE), args.store, args)
         return
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         asked = ["--rank", "1", "--store", str(store)]

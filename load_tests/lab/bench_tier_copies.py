@@ -1,7 +1,7 @@
 """What copies between a device and the host tier take, and what steps beside them take.
 
     python -m load_tests.lab.bench_tier_copies            # one GPU, 10 s
-    python -m load_tests.lab.bench_tier_copies --device cpu --layers 2
+    python -m load_tests.lab.bench_tier_copies --device cpu --layers 2     # stages nothing
 
 Blocks of an 8B model in bf16, 256 at a time, by the tier's own mover, with and without staging.
 First how long a load takes while many steps are queued, the first one and the next; then that what
@@ -15,7 +15,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from threading import Event, Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ import torch
 from engine.kv.host.movers import BlockMover, build_mover
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
-from load_tests.tables import describe_machine, render_rows
+from load_tests.lab.devices import describe_device
+from load_tests.tables import render_rows
 
 NUM_BLOCKS = 256
 NUM_PIECES = 16  # of a load, as of the tier's
@@ -74,7 +76,7 @@ class Copies:
             copy(IDS[i : i + size], IDS[i : i + size])
 
     def save_times_ms(self) -> tuple[float, float, float]:
-        """Of a save: the steps' stream held, the thread that steps, all; 0 = not known."""
+        """Of a save: the steps' stream held (0 on a CPU), the thread that steps, all."""
         device, found = self.store.device, list[tuple[float, float, float]]()
         for _ in range(NUM_REPEATS):
             synchronize(device)
@@ -137,22 +139,21 @@ class Steps:
 
     def beside(self, name: str, work: Callable[[], None], gigabytes: float) -> list[str]:
         """A row of steps while another thread does `work`, over and over."""
-        is_over, took_s = Event(), [0.0]
+        is_over = Event()
 
-        def repeat() -> None:
+        def repeat() -> float:
             began_s = time.perf_counter()
             try:
                 for _ in range(NUM_BESIDE):
                     work()
             finally:
-                took_s[0] = time.perf_counter() - began_s
                 is_over.set()
+            return time.perf_counter() - began_s
 
-        thread = Thread(target=repeat)
-        thread.start()
-        times_ms = self.times_ms(5, is_over)
-        thread.join()
-        return row(name, times_ms, f"{NUM_BESIDE * gigabytes / took_s[0]:.1f}")
+        with ThreadPoolExecutor(1) as pool:
+            copying = pool.submit(repeat)
+            times_ms = self.times_ms(5, is_over)
+            return row(name, times_ms, f"{NUM_BESIDE * gigabytes / copying.result():.1f}")
 
 
 def row(name: str, times_ms: Iterable[float], rate: str) -> list[str]:
@@ -180,7 +181,7 @@ def main() -> None:
         num_layers=args.layers, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
     )
     steps = Steps(device)
-    for num_staged in (0, NUM_BLOCKS // 2, NUM_BLOCKS):
+    for num_staged in (0, NUM_BLOCKS // 2, NUM_BLOCKS) if device.type == "cuda" else (0,):
         copies = Copies(layout, device, num_staged)
         for _ in range(NUM_QUEUED):
             steps.queue()
@@ -199,7 +200,7 @@ def main() -> None:
     rows.append(steps.beside("loads", copies.load, copies.gigabytes))
     rows.append(row("nothing", steps.times_ms(300), ""))
     print(render_rows(rows))
-    print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    print("\n".join(f"{name}: {value}" for name, value in describe_device(device).items()))
 
 
 if __name__ == "__main__":

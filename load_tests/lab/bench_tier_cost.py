@@ -2,7 +2,7 @@
 
     python -m load_tests.lab.bench_tier_cost
     python -m load_tests.lab.bench_tier_cost --device cuda --shapes qwen3-8b --max-model-len 8192 \
-        --prompt-tokens 4096 --cache-blocks 600 --arena-blocks 400
+        --prompt-tokens 4096 --cache-blocks 600 --arena-blocks 2000 --pairs 40
 
 Two engines in one process with the same weights, one with a tier and one without. Both get the same
 random prompts, each before the other in turn, so that whatever else the machine does befalls both.
@@ -27,9 +27,10 @@ from threading import Event
 from configs.load import load_config
 from engine.models.llama import CausalLM
 from load_tests.lab.bench_host_tier import ON_GPU
+from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
-from load_tests.tables import describe_machine, render_rows
+from load_tests.tables import render_rows
 
 BLOCK_SIZE = 16
 IDLE_WAIT_S = 0.05
@@ -154,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=1200, help="longest; half = shortest")
     parser.add_argument("--cache-blocks", type=int, default=136)
     parser.add_argument("--arena-blocks", type=int, default=4096)
-    parser.add_argument("--pairs", type=int, default=100, help="of the second phase")
+    parser.add_argument("--pairs", type=int, default=100, help="of phase two; half in three")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
@@ -180,7 +181,7 @@ def main() -> None:
         finally:
             pair.engines[1].engine.close()
     print(render_rows([HEADER, *(row.split("\t") for row in rows)]))
-    print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    print("\n".join(f"{name}: {value}" for name, value in describe_device(args.device).items()))
 
 
 if __name__ == "__main__":

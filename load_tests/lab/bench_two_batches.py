@@ -53,6 +53,7 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.overlap_rule import H200, OverlapCosts, layer_costs
 from engine.runner.overlap_trials import SPLIT, WHOLE, TimedLanes
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.pinned_routing import build_pinned
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import render_rows
@@ -375,6 +376,7 @@ def main() -> None:
     if args.rank > 0:
         run(args, args.board, args.name)
         return
+    exit_on_sigterm()
     print(run_beside(args, lambda board, name: run(args, board, name)))
 
 

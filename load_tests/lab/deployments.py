@@ -27,11 +27,12 @@ UNIFIED = ROOT / "configs" / "h200_unified_x4.yaml"
 SPLIT = ROOT / "configs" / "h200_2p2d.yaml"
 BLOCK_TOKENS = 16  # of vLLM's KV blocks and of ours
 ROUTER_THREADS = 4  # as Ray Serve gives HAProxy
+ON_CPU: dict[str, object] = {"model.device": "cpu", "workers.num_gpus": 0}
 PORTS_EACH = 10  # from one deployment's first port to the next one's
 # The settings with which vLLM was best on this load (load_tests/results/h200_laps.md); requests say
 # by their priority whether they are short.
 VLLM_SETTINGS = (
-    *("--load-format", "dummy", "--dtype", "bfloat16"),
+    *("--dtype", "bfloat16"),
     *("--max-model-len", "16384", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048"),
     *("--long-prefill-token-threshold", "1024", "--scheduling-policy", "priority"),
     *("--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--disable-log-stats"),
@@ -108,6 +109,10 @@ class Place:
     vllm_path: Path | None  # where vLLM is installed, besides sys.path
 
     @property
+    def has_random_weights(self) -> bool:
+        return self.overrides.get("model.weights") == "random"
+
+    @property
     def port(self) -> int:
         """That clients use."""
         return self.first_port + self.index * PORTS_EACH
@@ -130,7 +135,8 @@ def server_commands(deployment: Deployment, place: Place) -> list[ServerCommand]
 def application_overrides(deployment: Deployment, place: Place) -> dict[str, object]:
     """Dotted keys that differ from the deployment's configuration file."""
     blocks = {} if place.num_blocks is None else {"cache.num_blocks": place.num_blocks}
-    return {**deployment.roles, **blocks, **place.overrides}
+    device = {} if place.gpus else ON_CPU
+    return {**deployment.roles, **device, **blocks, **place.overrides}
 
 
 def _application(deployment: Deployment, place: Place) -> ServerCommand:
@@ -157,6 +163,7 @@ def _vllm_server(place: Place, number: int) -> ServerCommand:
         environment["CUDA_VISIBLE_DEVICES"] = str(place.gpus[number])
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(place.model), "--host", HOST, "--port", str(port), *VLLM_SETTINGS]
+    words += ["--load-format", "dummy" if place.has_random_weights else "auto"]
     words += _vllm_memory(place)
     return ServerCommand(
         name=f"vLLM server {number}",

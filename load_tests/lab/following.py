@@ -8,12 +8,10 @@ others leave what they note in files, step by step: it can be told at any time, 
 that ends well.
 """
 
-import ctypes
 import gc
 import logging
 import math
 import os
-import signal
 import statistics
 import struct
 import subprocess
@@ -48,6 +46,7 @@ from engine.ranks.leading import (
 from engine.ranks.meeting import join_ranks
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from engine.ranks.rank import Rank
+from load_tests.lab.child_processes import die_with_parent
 from load_tests.lab.pinned_routing import build_pinned
 from load_tests.tables import Figure, median_figure
 
@@ -59,7 +58,6 @@ STUCK_S = 60.0  # of anything between ranks
 END_S = 20.0  # until a process has ended that was told to, or was killed
 NUM_TOLD_STEPS = 256  # the last ones: figures are of these
 FINGERPRINT = "bench"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_FORMAT = "%(process)d %(relativeCreated)6d ms %(message)s"
 
 
@@ -372,7 +370,9 @@ class _TimedStep:
 
 def follow(path: Path, rank: int) -> NoReturn:
     """Build, launch what rank 0 launches until it says stop, and leave the moments in a file."""
-    _die_with_parent()
+    # The thread that waits for the ring's end needs the interpreter's lock, which a call of the
+    # driver may hold for ever.
+    die_with_parent()
     asked = msgspec.json.decode(path.read_bytes(), type=Followed)
     ring = PlanRingReader(asked.ring, rank - 1, START_S, STUCK_S)
     threading.Thread(target=_end_with_leader, args=(ring,), daemon=True).start()
@@ -392,17 +392,6 @@ def follow(path: Path, rank: int) -> NoReturn:
         raise
     notes.write()
     os._exit(0)  # without cleanup, which may wait for other ranks
-
-
-def _die_with_parent() -> None:
-    """The kernel kills this process with rank 0's, whatever it is doing then.
-
-    Raises OSError. The thread that waits for the ring's end needs the interpreter's lock, which a
-    call of the driver may hold for ever.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _end_with_leader(ring: PlanRingReader) -> None:

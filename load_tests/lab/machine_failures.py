@@ -13,7 +13,6 @@ if a token was wrong or something is held at rest.
 
 import argparse
 import random
-import signal
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Self
 import httpx
 
 from load_tests.http_load.client import Server
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.soak_cases import Case, build_cases
 from load_tests.lab.soak_clients import Clients, Outcomes
 from load_tests.tables import describe_machine, render_rows
@@ -487,7 +487,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="rows with one of these in names")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
+    exit_on_sigterm()
     cases = build_cases(MODEL, 30, seed=args.seed)
     found: dict[str, Seen] = {}
     for setting in (USUAL, WEAK, STORE, CLOCKS, GANGS):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from load_tests.http_load.client import LoadError, Server, UnreachableError, get
+from load_tests.lab.child_processes import bound_to_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -37,7 +38,10 @@ class ServerCommand:
 
 
 class ServerProcess:
-    """A server that runs, with whatever it starts in its session."""
+    """A server that runs, with whatever it starts in its session.
+
+    It gets SIGINT when the thread that started it ends, so also when this process is killed.
+    """
 
     def __init__(self, command: ServerCommand, log: Path) -> None:
         """Starts it. Raises LoadError where something answers at its URL already."""
@@ -53,7 +57,7 @@ class ServerProcess:
         with log.open("w") as output:
             # A session of its own, so that an interrupt of the bench does not reach it twice.
             self._process = subprocess.Popen(
-                ["env", *settings, *command.words],
+                bound_to_parent(["env", *settings, *command.words], signal.SIGINT),
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -38,6 +38,7 @@ from actors.lifecycle.placement_groups import worker_groups
 from configs.load import load_config
 from load_tests.lab.bench_channels import Outcome as Rate
 from load_tests.lab.bench_channels import render as render_rates
+from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.failure_stage import Ask
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.model_folder import write_model_folder
@@ -327,7 +328,7 @@ def main() -> None:
     args = parse()
     if args.inside:
         sys.exit(not measure_inside(args))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
+    exit_on_sigterm()
     is_right = True
     for kind in args.kinds:
         began_s = time.monotonic()

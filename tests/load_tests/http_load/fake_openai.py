@@ -35,6 +35,8 @@ class Seen:
 
 
 Script = Callable[[int, dict[str, Any]], Reply]  # number of the request, its body
+# It takes one request a connection: a router must not send another on it.
+CLOSES = b"Connection: close\r\n"
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class FakeOpenAI:
     async def _stream(
         self, writer: asyncio.StreamWriter, reply: Reply, body: dict[str, Any]
     ) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + CLOSES)
         writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
         await writer.drain()
         await asyncio.sleep(reply.first_s)
@@ -135,7 +137,7 @@ def _num_tokens(body: dict[str, Any]) -> int:
 async def _whole(writer: asyncio.StreamWriter, reply: Reply, fields: dict[str, Any]) -> None:
     data = json.dumps(fields).encode()
     head = [f"HTTP/1.1 {reply.status} Status", f"Content-Length: {len(data)}", *reply.headers]
-    writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + data)
+    writer.write("\r\n".join(head).encode() + b"\r\n" + CLOSES + b"\r\n" + data)
     await writer.drain()
 
 

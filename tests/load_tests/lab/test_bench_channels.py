@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from engine.errors import HandoffError
+from load_tests.lab import bench_channel_pairs
+from load_tests.lab.bench_channel_pairs import lines_until_over
 from load_tests.lab.bench_channels import QWEN3_8B, Outcome, Steps, render, steps_of
 from load_tests.testbed.channel_ends import FileBoard
 
@@ -87,19 +91,48 @@ def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_pairs_hand_over_at_the_same_time(tmp_path: Path) -> None:
+def test_all_pairs_hand_over_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "pairs.json"
-    command = [sys.executable, "-m", "load_tests.lab.bench_channel_pairs", "--device", "cpu"]
-    command += ["--prefill", "2", "--decode", "2", "--tokens", "33", "--seconds", "0.02"]
-    command += ["--json", str(written)]
-    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
+    switches = ["--device", "cpu", "--prefill", "2", "--decode", "2", "--tokens", "33"]
+    switches += ["--seconds", "0.02", "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", ["bench", *switches])
+    monkeypatch.setattr(bench_channel_pairs, "exit_on_sigterm", lambda: None)
+    bench_channel_pairs.main()
     figures = json.loads(written.read_text())["pairs"]
     pairs = [(0, 0), (0, 1), (1, 0), (1, 1)]
     for is_alone in (True, False):
         some = [one for one in figures if one["is_alone"] is is_alone]
         assert sorted((one["prefill"], one["decode"]) for one in some) == pairs
     assert {one["num_bytes"] for one in figures} == {3 * QWEN3_8B.block_bytes}
-    lines = run.stdout.decode().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("RESULT ") for line in lines) == len(figures) == 8
     total = sum(one["gb_s"] for one in figures if not one["is_alone"])
-    assert lines[-1].endswith(f"| {total:.2f} |") or f" {total:.2f} " in lines[-1]
+    assert f"| {total:.2f} " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("decode:1", "raise SystemExit(3)", "failed: decode:1 with 3"),
+        ("prefill:0", "raise SystemExit(4)", "failed: prefill:0 with 4"),
+        ("prefill:0", "input()", "the time was over"),
+    ],
+)
+def test_a_worker_that_fails_ends_the_bench_of_pairs(
+    tmp_path: Path, name: str, text: str, reason: str
+) -> None:
+    limit_s = 0.0 if "time" in reason else 60.0
+    with ExitStack() as stack:
+        waits = {one: python("input()", stack) for one in ("prefill:0", "prefill:1", "decode:0")}
+        workers = {**waits, name: python(text, stack)}
+        with pytest.raises(SystemExit, match=reason):
+            lines_until_over(workers, tmp_path / "figures", time.monotonic() + limit_s)
+
+
+def python(text: str, stack: ExitStack) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from configs.load import load_config
 from engine.cost_model import PRIOR
 from load_tests.http_load.client import LoadError
 from load_tests.lab import bench_deployments
@@ -110,6 +111,13 @@ def test_an_application_sees_its_gpus_and_none_of_another_cluster(tmp_path: Path
         server_commands(Deployment.parse("2p3d"), place_in(tmp_path))
 
 
+def test_without_gpus_workers_compute_on_the_processor(tmp_path: Path) -> None:
+    [command] = server_commands(Deployment.parse("1u"), place_in(tmp_path, gpus=[]))
+    assert "CUDA_VISIBLE_DEVICES" not in command.environment
+    config = load_config(tmp_path / "h200_unified_x4.yaml", {})
+    assert (config.model.device, config.workers.num_gpus) == ("cpu", 0)
+
+
 def test_vllm_has_a_gpu_a_server_and_as_much_kv_as_ours(tmp_path: Path) -> None:
     *servers, router = server_commands(Deployment.parse("2vllm"), place_in(tmp_path))
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in servers] == ["4", "5"]
@@ -119,8 +127,11 @@ def test_vllm_has_a_gpu_a_server_and_as_much_kv_as_ours(tmp_path: Path) -> None:
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"]
     token_bytes *= config["head_dim"]
     words = list(servers[0].words)
+    assert words[words.index("--load-format") + 1] == "dummy"
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(1600 * token_bytes)
-    alone, _ = server_commands(Deployment.parse("1vllm"), place_in(tmp_path, num_blocks=None))
+    read = place_in(tmp_path, num_blocks=None, overrides={"model.weights": "safetensors"})
+    alone, _ = server_commands(Deployment.parse("1vllm"), read)
+    assert alone.words[alone.words.index("--load-format") + 1] == "auto"
     assert "--kv-cache-memory-bytes" not in alone.words
     assert (servers[0].port, servers[1].port, router.port) == (8011, 8012, 8010)
 
@@ -288,6 +299,16 @@ def test_all_that_start_are_measured_and_each_figure_is_told_at_once(
 
 
 @pytest.mark.usefixtures("like_ours")
+def test_a_bench_that_measured_nothing_fails(
+    switches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "3p1d", *switches])
+    monkeypatch.setattr(bench_deployments, "exit_on_sigterm", lambda: None)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        bench_deployments.main()
+
+
+@pytest.mark.usefixtures("like_ours")
 def test_searches_take_turns_until_the_time_is_over(
     switches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,9 +327,24 @@ def test_searches_take_turns_until_the_time_is_over(
     assert bench.results.best_rates == {"1u": 31.25, "2u": 25.0}
 
 
-def test_a_search_needs_limits() -> None:
-    with pytest.raises(ValueError, match="--limits"):
-        Bench(build_parser().parse_args(["1u", "--model", str(MODEL), "--search"]))
+@pytest.mark.parametrize(
+    ("switches", "reason"),
+    [
+        (["--model", str(MODEL), "--search"], "--search needs --limits"),
+        (["--model", "/nowhere"], "/nowhere/config.json: no such file"),
+    ],
+)
+def test_wrong_switches_end_with_a_line(
+    switches: list[str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "1u", *switches])
+    monkeypatch.setattr(bench_deployments, "exit_on_sigterm", lambda: None)
+    with pytest.raises(SystemExit):
+        bench_deployments.main()
+    assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
