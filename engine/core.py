@@ -158,6 +158,8 @@ class StepScheduler(Protocol):
     def count_idle(self, seconds: float) -> None: ...
     def count_late(self, seconds: float) -> None: ...
     @property
+    def waited_s(self) -> float: ...
+    @property
     def costs(self) -> StepCosts: ...
     @property
     def newest_step_s(self) -> float: ...
@@ -244,6 +246,14 @@ class EngineCore:
     def _lead_s(self) -> float:
         return max(LEAD_S, self._turn_s + _DELAYS_S)
 
+    def _count_turn(self, seconds: float) -> None:
+        """Planning and launching a step took so long.
+
+        Waits for the device in it do not count: planned earlier, a step would only wait longer.
+        """
+        turn_s = min(max(0.0, seconds - self.scheduler.waited_s), _MAX_TURN_S)
+        self._turn_s += (1 - _TURN_DECAY) * (turn_s - self._turn_s)
+
     def idle_s(self, at_most_s: float) -> float:
         """How long to wait for something to happen after a `step` in which nothing could run."""
         due_s = self.scheduler.look_due_s
@@ -277,8 +287,7 @@ class EngineCore:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
             self.scheduler.index_joined()  # while the device computes
-            turn_s = min(self._times.end(Phase.LAUNCH) - began_s, _MAX_TURN_S)
-            self._turn_s += (1 - _TURN_DECAY) * (turn_s - self._turn_s)
+            self._count_turn(self._times.end(Phase.LAUNCH) - began_s)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

@@ -23,6 +23,7 @@ that only the device has are read from its table, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import le
 
 import msgspec
@@ -159,25 +160,32 @@ class RequestRows:
         self._first_given[row] = first
         self._num_known_tokens[row] = self._end_given[row] = end
 
-    def put_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Write tokens behind the known ones; the row does not know them."""
-        self._put(row, token_ids)
+    def put_drafts(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Write token_ids[r] behind the known tokens of each of `rows` [R], which are distinct.
 
-    def append(self, row: int, token_ids: Sequence[int]) -> None:
-        """Append tokens to a row that got them in a step with drafts."""
-        self._put(row, token_ids)
-        self._num_known_tokens[row] = self._end_given[row]
+        The rows do not know them.
+        """
+        self._put(np.array(rows), token_ids)
 
-    def _put(self, row: int, token_ids: Sequence[int]) -> None:
-        start = int(self._num_known_tokens[row])
-        end = start + len(token_ids)
-        assert 0 < start <= end <= self._token_ids.shape[1], (
-            f"row {row}: {len(token_ids)} tokens after {start} of {self._token_ids.shape[1]}"
+    def append(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Append token_ids[r], of a step with drafts, to each of `rows` [R], which are distinct."""
+        index = np.array(rows)
+        self._put(index, token_ids)
+        self._num_known_tokens[index] = self._end_given[index]
+
+    def _put(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
+        counts = np.array(list(map(len, token_ids)))
+        starts, size = self._num_known_tokens[rows], self._token_ids.shape[1]
+        ends = starts + counts
+        assert 0 < starts.min() <= ends.max() <= size, (
+            f"rows {rows.tolist()}: {counts.tolist()} tokens after {starts.tolist()} of {size}"
         )
-        if self._end_given[row] < start:  # the row has sampled tokens that only the device has
-            self._first_given[row] = start
-        self._token_ids[row, start:end] = token_ids
-        self._end_given[row] = end
+        # These rows have sampled tokens that only the device has.
+        is_behind = self._end_given[rows] < starts
+        self._first_given[rows[is_behind]] = starts[is_behind]
+        places = concat_ranges(rows * size + starts, counts)
+        self._token_ids.reshape(-1)[places] = list(chain.from_iterable(token_ids))
+        self._end_given[rows] = ends
 
     def remove(self, row: int) -> None:
         assert self.is_occupied(row), f"row {row} is free already"

@@ -15,7 +15,6 @@ tokens. A partially filled block is digested again with every step that adds to 
 """
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -265,21 +264,28 @@ class PendingStep:
 
     def _with_drafts(self, duration_s: float) -> StepResult:
         """The result of a step in which some rows have drafts, and perhaps several samples."""
-        places: list[int] = self._batch.plan_rows[self._batch.sampling].tolist()
+        batch = self._batch
+        places: list[int] = batch.plan_rows[batch.sampling].tolist()
         drawn: list[int] = self._take_drawn().tolist()
         self._slots.give_back(self._slot)
+        # [R] in batch order: a row's lines lie side by side
+        counts = np.bincount(batch.sampling, minlength=batch.num_rows)
+        ends = counts.cumsum()
+        lines_of_rows = zip(
+            batch.plan_rows.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True
+        )
         # The first sample of a row with drafts counts in any case; the others' records are cut.
         firsts: dict[int, int] = {}
-        samples: list[list[int]] = [[] for _ in range(self._batch.num_rows)]
-        for line, place in enumerate(places):
-            firsts.setdefault(place, line)
-            samples[place].append(drawn[line])
+        samples: list[list[int]] = [[] for _ in range(batch.num_rows)]
+        for place, first, end in lines_of_rows:
+            if first < end:
+                firsts[place], samples[place] = first, drawn[first:end]
         not_finite = {place for place, line in firsts.items() if drawn[line] == NOT_FINITE}
         if self._is_finite_token is not None:
             not_finite.update(np.flatnonzero(~self._finite_chunks(self._is_finite_token)).tolist())
         if self._prompt is not None:
             not_finite.update(np.flatnonzero(self._prompt.not_finite()).tolist())
-        drafts = self._drafts(places, firsts)
+        drafts = self._drafts(firsts, samples)
         allows_nothing = [p for p, line in firsts.items() if drawn[line] == NOTHING_ALLOWED]
         tokens = [
             []
@@ -307,14 +313,13 @@ class PendingStep:
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
 
-    def _drafts(self, places: list[int], firsts: dict[int, int]) -> dict[int, list[int]]:
+    def _drafts(self, firsts: dict[int, int], samples: list[list[int]]) -> dict[int, list[int]]:
         """Index in the plan -> the row's drafts."""
         drafts = dict(self._plan.drafts)
         if self._following is None:
             return drafts
         following: list[int] = self._following.tolist()
-        nums = Counter(places)
-        return {i: following[firsts[i] : firsts[i] + nums[i] - 1] for i in drafts}
+        return {i: following[firsts[i] : firsts[i] + len(samples[i]) - 1] for i in drafts}
 
     def _logprobs_of(
         self, places: list[int], firsts: dict[int, int], tokens: list[list[int]]

@@ -9,6 +9,8 @@ and that in the row's own text of equal ones. Each rank does so for itself, from
 what its own last step left.
 """
 
+from itertools import chain
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -72,9 +74,8 @@ class RowTexts:
         self, plan: StepPlan
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Row, place in its text and id of each token in `plan.texts`."""
-        texts = plan.texts or [(0, 0, [])]
-        counts = np.array([len(token_ids) for _, _, token_ids in texts], dtype=np.int64)
-        starts = np.array([start for _, start, _ in texts], dtype=np.int64) + self._num_quoted
-        owners = np.repeat(np.array([row for row, _, _ in texts], dtype=np.int64), counts)
-        ids = np.concatenate([np.array(token_ids, dtype=np.int32) for _, _, token_ids in texts])
-        return owners, concat_ranges(starts, counts), ids
+        counts = np.array([len(token_ids) for _, _, token_ids in plan.texts], dtype=np.int64)
+        starts = np.array([start for _, start, _ in plan.texts], dtype=np.int64) + self._num_quoted
+        owners = np.repeat(np.array([row for row, _, _ in plan.texts], dtype=np.int64), counts)
+        ids = list(chain.from_iterable([token_ids for _, _, token_ids in plan.texts]))
+        return owners, concat_ranges(starts, counts), np.array(ids, dtype=np.int32)

@@ -45,11 +45,13 @@ class Rows:
             self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
         for row, token_id in plan.accepted_tokens:
             self.sampler.accept_token(row, token_id)
-        for row, token_ids in plan.verified_tokens:
-            self.tokens.append(row, token_ids)
-            self.sampler.append(row, token_ids)
-        for index, token_ids in plan.drafts:
-            self.tokens.put_drafts(plan.rows[index], token_ids)
+        if plan.verified_tokens:
+            rows, token_ids = zip(*plan.verified_tokens, strict=True)
+            self.tokens.append(rows, token_ids)
+            self.sampler.append(plan.verified_tokens)
+        if plan.drafts:
+            places, drafts = zip(*plan.drafts, strict=True)
+            self.tokens.put_drafts([plan.rows[place] for place in places], drafts)
 
     def accept(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Pass constrained rows the tokens that they drew; one below 0 was not drawn.

@@ -33,8 +33,8 @@ class Embeddings:
     def accept_token(self, row: int, token_id: int) -> None:
         raise AssertionError(f"row {row} has a constraint and a model that generates nothing")
 
-    def append(self, row: int, token_ids: list[int]) -> None:
-        raise AssertionError(f"row {row} had drafts and a model that generates nothing")
+    def append(self, tokens_of_rows: Sequence[tuple[int, list[int]]]) -> None:
+        raise AssertionError(f"{tokens_of_rows} had drafts and a model that generates nothing")
 
     def is_plain(self, rows: list[int]) -> bool:
         return False

@@ -151,19 +151,22 @@ class Sampler:
         self._constraints.accept_token(row, token_id)
 
     @torch.inference_mode()
-    def append(self, row: int, token_ids: list[int]) -> None:
-        """Append tokens to the history of a row whose last lines had drafts."""
-        if row not in self._special_rows:  # it has no history
-            return
-        if row in self._constraints:
-            for token_id in token_ids:
-                self._constraints.accept_token(row, token_id)
-        for token_id in token_ids:
-            if row in self._adjusted_rows:
-                drawn = self._staging.indices([token_id])
+    def append(self, tokens_of_rows: Sequence[tuple[int, list[int]]]) -> None:
+        """Append tokens to the histories of rows whose last lines had drafts; each row once."""
+        # The others have no history.
+        special = [(row, ids) for row, ids in tokens_of_rows if row in self._special_rows]
+        for row, token_ids in special:
+            if row in self._constraints:
+                for token_id in token_ids:
+                    self._constraints.accept_token(row, token_id)
+        for place in range(max((len(ids) for _, ids in special), default=0)):
+            here = [(row, ids[place]) for row, ids in special if place < len(ids)]
+            self._draw.observe([row for row, _ in here])
+            adjusted = [(row, token_id) for row, token_id in here if row in self._adjusted_rows]
+            if adjusted:
+                drawn = self._staging.indices([token_id for _, token_id in adjusted])
                 for feature in self._adjustments:
-                    feature.observe([row], drawn)
-            self._draw.observe([row])
+                    feature.observe([row for row, _ in adjusted], drawn)
 
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""

@@ -178,6 +178,11 @@ class DpScheduler:
         for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():
             drafting.count_idle(seconds)
 
+    @property
+    def waited_s(self) -> float:
+        """As of a `Scheduler`; the ranks that have planned wait together."""
+        return max(self.of_rank[rank].waited_s for rank in self._newest_ranks)
+
     def count_late(self, seconds: float) -> None:
         """As of each `Scheduler`."""
         for drafting in {id(one.drafting): one.drafting for one in self.of_rank}.values():

@@ -160,6 +160,7 @@ class Drafting:
         # Requests that go on while their step with drafts is in flight: it, and tokens at most.
         self._ahead: dict[RequestKey, tuple[PlannedDrafts, int]] = {}
         self._idle_s = self._late_s = 0.0
+        self.waited_s = 0.0  # of the last planning, for passes of the drafter
         self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
@@ -174,6 +175,7 @@ class Drafting:
 
     def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:
         """The drafts for a step that decodes `requests`; gives them blocks."""
+        self.waited_s = 0.0
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
@@ -271,13 +273,16 @@ class Drafting:
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
     ) -> Turns[dict[int, list[int]]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
-        asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
-        ahead = [(i, request) for i, request in asked if self._goes_ahead(request)]
+        ahead: list[tuple[int, Request]] = []
+        asked: list[tuple[int, Request]] = []
+        for i, request in enumerate(requests):
+            if most[i] > 0:
+                (ahead if self._goes_ahead(request) else asked).append((i, request))
         found = self._propose_ahead(drafter, ahead, most) if ahead else {}
-        asked = [(i, request) for i, request in asked if not self._goes_ahead(request)]
         if not asked:
             return found
         proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
+        self.waited_s = drafter.spent_s
         for (i, request), drafts in zip(asked, proposed, strict=True):
             ends = (at for at, token_id in enumerate(drafts) if token_id in request.stop_ids)
             # After a token that ends the request nothing is sampled, so it need not be a draft.
@@ -317,11 +322,11 @@ class Drafting:
 
         `begun`: requests whose prompt this step completes.
         """
-        guessed, nums = planned.guessed, self._nums_going_on(decodes, planned)
-        held = [decodes[i] for i in guessed if not self._go_on(decodes[i], i, planned, nums[i])]
+        nums = self._nums_going_on(decodes, planned)  # of each in `planned.guessed`
+        held = [decodes[i] for i in nums if not self._go_on(decodes[i], i, planned, nums[i])]
         if not self.holds or self._policy is None:
             return held
-        without = [r for i, r in enumerate(decodes) if i not in guessed]
+        without = [r for i, r in enumerate(decodes) if i not in nums]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
@@ -419,6 +424,7 @@ class Drafting:
         Their tokens were appended. The progress of a request was counted as if all drafts were
         right; then it counts all tokens but the newest, and a step in flight besides.
         """
+        late_s, self._late_s = self._late_s, 0.0
         advanced: list[Request] = []
         observed: list[tuple[RequestKey, int, int]] = []
         for index, num_before in known_before:
@@ -442,13 +448,18 @@ class Drafting:
             if observed:
                 self._policy.observe(keys, nums_drafts, nums_accepted)
             if planned.decision is not None:
-                self._observe_step(self._policy, planned, planned.decision, result)
+                self._observe_step(self._policy, planned, planned.decision, result, late_s)
         return advanced
 
     def _observe_step(
-        self, policy: DraftPolicy, planned: PlannedDrafts, decision: StepDrafts, result: StepResult
+        self,
+        policy: DraftPolicy,
+        planned: PlannedDrafts,
+        decision: StepDrafts,
+        result: StepResult,
+        late_s: float,
     ) -> None:
-        """Tell what the step took, with the time that the device waited for the drafts."""
+        """Tell what the step took, and what the device waited before it: `late_s` for the host."""
         idle_s, self._idle_s = self._idle_s, 0.0
         if idle_s > 0:
             decision = replace(decision, is_holding=True)
@@ -456,8 +467,8 @@ class Drafting:
         seconds = result.duration_s
         if seconds is not None:
             seconds += planned.spent_s
-        waited_s = max(0.0, idle_s - planned.spent_s)  # the drafter works while the device waits
-        waited_s, self._late_s = max(waited_s, self._late_s), 0.0
+        # The drafter works while the device waits, or is what the device computes meanwhile.
+        waited_s = max(0.0, max(idle_s, late_s) - planned.spent_s)
         policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def unseat(self, request: Request) -> None:

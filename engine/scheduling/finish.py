@@ -99,7 +99,7 @@ class SampledTokens:
             if request.row is None or not token_ids:
                 continue
             if len(token_ids) > 1:  # it had drafts
-                endings += self._append_each(request, token_ids, logprobs, output)
+                endings += self._append_several(request, token_ids, logprobs, output)
                 continue
             (token_id,) = token_ids  # a decode samples a token; none if its logits are not finite
             its_logprobs = None if logprobs is None else logprobs[0]
@@ -119,6 +119,28 @@ class SampledTokens:
                 endings += self._append_each(request, token_ids, logprobs, output)
         self.num_tokens += len(output.tokens)
         return endings + self._end_with_prompts(step, result, output)
+
+    def _append_several(
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        output: StepOutput,
+    ) -> list[Ending]:
+        """As `_append_each`, of a decode: all at once if it continues after them."""
+        num_known = len(request.tokens)
+        is_full = num_known + len(token_ids) >= request.max_known_tokens
+        if is_full or not request.stop_ids.isdisjoint(token_ids):
+            return self._append_each(request, token_ids, logprobs, output)
+        request.tokens += token_ids
+        key, ingress_id = request.key, request.ingress_id
+        first = num_known - request.num_prompt_tokens
+        of_tokens = zip(token_ids, logprobs or repeat(None))  # noqa: B905
+        output.tokens.extend(
+            (ingress_id, TokenRecord(key=key, index=index, token_id=token_id, logprobs=its))
+            for index, (token_id, its) in enumerate(of_tokens, first)
+        )
+        return []
 
     def _append_each(
         self,

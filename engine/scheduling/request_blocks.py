@@ -46,6 +46,8 @@ class RequestBlocks:
         Returns the new ids, perhaps none.
         """
         num_missing = -(-num_tokens // self.block_size) - len(request.block_ids)
+        if num_missing <= 0:
+            return []
         num_new = min(num_missing, self._cache.num_available - num_spare_blocks)
         if num_new <= 0:
             return []

@@ -314,6 +314,11 @@ class Scheduler:
         """The device had nothing to do before the step just planned, because rows were held."""
         self.drafting.count_idle(seconds)
 
+    @property
+    def waited_s(self) -> float:
+        """Of the last `plan`, for the device to compute drafts; steps before have to end first."""
+        return self.drafting.waited_s
+
     def count_late(self, seconds: float) -> None:
         """The device waited before the step that is committed next, which was launched too late."""
         self.drafting.count_late(seconds)

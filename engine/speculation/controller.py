@@ -50,10 +50,9 @@ each step adds `refill` up to `purse_steps`. An empty purse stops speculation un
 so the loss is at most `refill` of the time and `purse_steps` plain steps, whatever is accepted or
 mispredicted. A step of more than `most_times` its prediction counts as that much: else a pause of
 the host, as while a kernel compiles, would be owed for thousands of steps. Beside prompts drafts
-count as at most twice what they were to add: the prediction of a long prompt is wrong by more than
-a plain step. Of what was gained
-`saved_steps` more are kept: drafts that pay are not stopped by a pause, and drafts that no longer
-do may lose that much of what they gained.
+count as at most twice what the cost model says that they add: the prediction of a long prompt is
+wrong by more than a plain step. Of what was gained `saved_steps` more are kept: drafts that pay are
+not stopped by a pause, and drafts that no longer do may lose that much of what they gained.
 
 Time is counted in steps. The same calls in the same order give the same decisions.
 """
@@ -376,9 +375,9 @@ class Purse:
         """As much of a step's seconds as is the doing of its drafts, for all that is known."""
         if not drafts.kind.has_prompts:
             return min(seconds, self._rules.most_times * drafts.step_s)
-        step_s = drafts.step_s - drafts.wait_s
-        added_s = step_s - drafts.plain_s
-        return float(np.clip(seconds, step_s - added_s, step_s + added_s))
+        # Without the surcharge: it would grow with each step, up to the error of the prompts.
+        added_s = drafts.step_s - drafts.wait_s - drafts.surcharge_s - drafts.plain_s
+        return float(np.clip(seconds, drafts.plain_s, drafts.plain_s + 2 * added_s))
 
     def _add_gain(
         self, drafts: StepDrafts, num_tokens: int, seconds: float, waited_s: float

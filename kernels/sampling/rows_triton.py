@@ -106,7 +106,7 @@ def _best_word_kernel(
     tl.store(words_ptr + line, tl.max(words, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines"])
 def _best_rank_kernel(
     words_ptr,  # [NUM_RANKS, S]
     token_ids_ptr,

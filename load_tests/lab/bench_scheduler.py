@@ -2,9 +2,11 @@
 
     python -m load_tests.lab.bench_scheduler
     python -m load_tests.lab.bench_scheduler --rows 32 --prompt-tokens 1024 --no-prefix-cache
+    python -m load_tests.lab.bench_scheduler --drafts 4
 
 All rows decode together, and each step is planned before the one in front of it is committed, as an
-engine with overlap does. Tokens come from nowhere, so only the host's work is timed.
+engine with overlap does. Tokens come from nowhere, so only the host's work is timed. --drafts: each
+row has so many in every step, as `speculation.ngrams_on_device` has it, and all are accepted.
 """
 
 import argparse
@@ -21,12 +23,18 @@ from engine.messages import LoadReport, StepMessage, TokenRecord, encode
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import SchedulerStatistics
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.controller import SpeculationController
+from engine.speculation.drafter import RequestNgrams
+from engine.speculation.rules import SpeculationRules
 from load_tests.tables import Figure, describe_machine, median_figure, render
 
 EOS_TOKEN_ID, DRAWN_TOKEN_ID = 151_645, 7
-NUM_WARM_UP_STEPS = 2  # the prompts, and the first step in which every row decodes
+# The prompts, the first step in which every row decodes, and those that show what drafts are worth.
+NUM_WARM_UP_STEPS = 8
+STEP_S = 0.01  # of any step, so that drafts cost nothing and all are worth having
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +46,13 @@ class Batch:
     num_steps: int
     block_size: int = 16
     enable_prefix_caching: bool = True
+    num_drafts: int = 0  # of each row in each step
 
     @property
     def max_model_len(self) -> int:
         """Room for every row until the last step, and for one more block."""
-        return self.num_prompt_tokens + self.num_steps + NUM_WARM_UP_STEPS + 2 * self.block_size
+        num_steps = self.num_steps + NUM_WARM_UP_STEPS
+        return self.num_prompt_tokens + num_steps * (1 + self.num_drafts) + 2 * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +94,39 @@ class Bench:
         durations = Durations()
         for i in range(self._batch.num_rows):
             request = self._request(i)
-            start_s = time.perf_counter()
+            start_s = time.thread_time()
             self._scheduler.add(request)
-            durations.add_us.append(1e6 * (time.perf_counter() - start_s))
+            durations.add_us.append(1e6 * (time.thread_time() - start_s))
         in_flight = self._plan()
         for _ in range(NUM_WARM_UP_STEPS):
-            in_flight = self._step(in_flight, Durations())
+            in_flight = self._step(in_flight, None)
         gc.collect()
         for _ in range(self._batch.num_steps):
             in_flight = self._step(in_flight, durations)
         return durations
 
-    def _step(self, in_flight: StepPlan, durations: Durations) -> StepPlan:
-        """Plan a step, settle the one `in_flight`, and say what came of it; returns the plan."""
+    def _step(self, in_flight: StepPlan, durations: Durations | None) -> StepPlan:
+        """Plan a step, settle the one `in_flight`, and say what came of it; returns the plan.
+
+        durations: gets its parts; None = the step is not timed and need not have all rows.
+        """
         result = _result_of(in_flight)
-        times_s = [time.perf_counter()]
-        plan = self._plan()
-        times_s.append(time.perf_counter())
+        times_s = [time.thread_time()]
+        plan = self._scheduler.plan(0.0)
+        times_s.append(time.thread_time())
         output = self._scheduler.commit(in_flight, result)
-        times_s.append(time.perf_counter())
+        times_s.append(time.thread_time())
         counts = self._scheduler.statistics()
-        times_s.append(time.perf_counter())
+        times_s.append(time.thread_time())
         encode(_message([record for _, record in output.tokens], counts))
-        times_s.append(time.perf_counter())
-        for part_us, (start_s, end_s) in zip(durations.of_step, pairwise(times_s), strict=True):
-            part_us.append(1e6 * (end_s - start_s))
-        num_tokens = len(output.tokens)
-        assert num_tokens == self._batch.num_rows, f"a step of {num_tokens} tokens"
-        return plan
+        times_s.append(time.thread_time())
+        if durations is not None:
+            for part_us, (start_s, end_s) in zip(durations.of_step, pairwise(times_s), strict=True):
+                part_us.append(1e6 * (end_s - start_s))
+            num_tokens = len(output.tokens)
+            num_due = self._batch.num_rows * (1 + self._batch.num_drafts)
+            assert num_tokens == num_due, f"a step of {num_tokens} tokens, {num_due} are due"
+        return self._plan() if plan is None else plan  # all rows were held for their first drafts
 
     def _plan(self) -> StepPlan:
         plan = self._scheduler.plan(0.0)
@@ -127,7 +142,7 @@ class Bench:
             ),
             key=RequestKey(f"{index:032x}"),
             ingress_id="ingress",
-            tokens=self._rng.choices(range(EOS_TOKEN_ID), k=num_tokens),
+            tokens=self._rng.choices(range(EOS_TOKEN_ID), k=num_tokens - 3) + [DRAWN_TOKEN_ID] * 3,
             num_prompt_tokens=num_tokens,
             arrival_s=0.0,
         )
@@ -137,12 +152,14 @@ def _build_scheduler(batch: Batch) -> Scheduler:
     max_blocks_per_row = batch.max_model_len // batch.block_size + 1
     return Scheduler(
         ResolvedScheduler(
-            max_num_batched_tokens=batch.num_rows * batch.max_model_len,  # all prompts in one step
+            # All prompts in one step, and all drafts.
+            max_num_batched_tokens=batch.num_rows * batch.max_model_len,
             max_num_seqs=batch.num_rows,
             max_waiting=batch.num_rows,
         ),
         cache=BlockCache(
-            batch.num_rows * (max_blocks_per_row + 1),  # an admission leaves one more for each
+            # More than they need: drafts leave the share of short requests alone.
+            2 * batch.num_rows * max_blocks_per_row,
             enable_prefix_caching=batch.enable_prefix_caching,
             protected_share=0.5,
         ),
@@ -152,7 +169,15 @@ def _build_scheduler(batch: Batch) -> Scheduler:
         handoff_queue=_NoHandoffs(),
         block_size=batch.block_size,
         finish_rules=FinishRules((EOS_TOKEN_ID,), batch.max_model_len),
+        drafting=_build_drafting(batch.num_drafts),
     )
+
+
+def _build_drafting(num_drafts: int) -> Drafting | None:
+    if num_drafts == 0:
+        return None
+    rules = SpeculationRules(max_drafts=num_drafts, first_drafts=num_drafts)
+    return Drafting(RequestNgrams(on_device=True), SpeculationController(rules))
 
 
 class _NoHandoffs:
@@ -177,10 +202,11 @@ class _NoHandoffs:
 
 
 def _result_of(plan: StepPlan) -> StepResult:
-    """Every row that samples draws the same token."""
+    """Every row that samples draws the same token, also after each of its drafts."""
     return StepResult(
         step=plan.step,
-        tokens=[[DRAWN_TOKEN_ID] if samples else [] for samples in plan.num_samples],
+        tokens=[[DRAWN_TOKEN_ID] * num_samples for num_samples in plan.num_samples],
+        duration_s=STEP_S,
         logprobs=[None] * len(plan.rows),
         is_finite=[True] * len(plan.rows),
     )
@@ -204,6 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--drafts", type=int, default=0, help="of each row in each step")
     return parser
 
 
@@ -215,6 +242,7 @@ def main() -> None:
         num_steps=args.steps,
         block_size=args.block_size,
         enable_prefix_caching=not args.no_prefix_cache,
+        num_drafts=args.drafts,
     )
     print(render(Bench(batch).run().figures()))
     print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))

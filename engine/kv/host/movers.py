@@ -18,9 +18,10 @@ may be overwritten by then:
     the arena       a block's bytes are there when the function that `save` returned has returned;
                     nobody is told of the block before that
 
-Copies over the bus are queued in bursts of a fifth of a millisecond, and the host waits for each:
-what a step copies, be it a few bytes, goes after all that is queued. On an H200 steps of 1.4 ms
-took 12.3 beside 256 blocks queued at once, and 1.8 beside bursts.
+What was staged and what is loaded crosses the bus in bursts of a fifth of a millisecond, and the
+host waits for each: what a step copies, be it a few bytes, goes after all that is queued. On an
+H200 steps of 1.4 ms took 12.3 beside 256 blocks queued at once, and 1.8 beside bursts. Blocks
+without a row are queued at once, as the next step waits for all of them.
 
 Knows no owners of blocks and no hashes.
 """

@@ -182,3 +182,29 @@ def test_penalties_see_the_tokens_drawn_here() -> None:
     drawn = [sample(sampler, logits, [0]).token_ids[0] for _ in range(4)]
     # 10, 9 | 8.5, 9 | 8.5, 7.5 | 7, 7.5
     assert drawn == [5, 6, 5, 6]
+
+
+def test_tokens_appended_to_several_rows_are_as_if_they_had_entered_with_them(
+    generator: torch.Generator,
+) -> None:
+    hot = {"temperature": 0.8, "seed": 5, "max_tokens": 99}
+    rows_params = {
+        0: SamplingParams(**hot, frequency_penalty=1.5),  # type: ignore[arg-type]
+        1: greedy(repetition_penalty=1.7, presence_penalty=0.6),
+        2: SamplingParams(**hot),  # type: ignore[arg-type]
+        3: greedy(),
+        4: greedy(min_tokens=3),
+    }
+    appended = {4: random_ids(generator, 1), 0: random_ids(generator, 4), 3: [2, 2, 3]}
+    appended |= {1: random_ids(generator, 2), 2: random_ids(generator, 4)}
+    prompts = {row: random_ids(generator, 9) for row in rows_params}
+    followed, entered = (Sampler(VOCAB_SIZE, 5, (0,), "cpu") for _ in range(2))
+    for row, params in rows_params.items():
+        followed.add(row, params, prompts[row], [])
+        entered.add(row, params, prompts[row], appended[row])
+    followed.append(list(appended.items()))
+    for _ in range(3):
+        logits = torch.randn((5, VOCAB_SIZE), generator=generator)
+        logits[:, :40] += 3.0  # so that penalties decide
+        rows = [2, 0, 4, 1, 3]
+        assert sample(followed, logits.clone(), rows) == sample(entered, logits.clone(), rows)

@@ -241,6 +241,15 @@ def test_rows_that_wait_for_their_drafts_meet_those_of_other_ranks(is_long: bool
     assert (met.count(3) == 0) if is_long else (met.count(3) > len(met) // 2), met
 
 
+def test_what_an_idle_rank_once_waited_for_drafts_is_of_no_later_step() -> None:
+    draftings = [_drafting(), _drafting()]
+    gang = Gang(2, overlap=True, draftings=draftings)
+    draftings[1].waited_s = 9e-3
+    gang.add("a", prompt_of(5), rank=0)
+    gang.step()
+    assert gang.core.scheduler.waited_s == 0.0
+
+
 def test_short_prompts_of_an_idle_gang_wait_for_others() -> None:
     laps = LapsConfig(queue="laps", window="fixed", fixed_window_s=1.0, fixed_window_requests=4)
     gang = Gang(2, laps=laps)

@@ -8,8 +8,9 @@ import pytest
 
 from configs.resolved import ResolvedLaps
 from engine.cost_model import StepCosts
+from engine.plan import StepResult
 from engine.request import Request
-from engine.scheduling.drafting import Drafting
+from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
@@ -295,6 +296,43 @@ def test_rows_without_drafts_overlap_beside_one_with_drafts_where_the_gap_is_lon
     steps_of_guessed = [i for i, plan in enumerate(plans) if 0 in plan.rows]
     gaps = [b - a for a, b in pairwise(steps_of_guessed) if b < 11]
     assert min(gaps) == 2  # in every other step while the other row keeps the device busy
+
+
+class _Timed(FixedDrafts):
+    """Notes what it is told that steps took, with what the device waited before."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.all_s: list[float] = []
+
+    def observe_step(
+        self, drafts: StepDrafts, num_tokens: int, seconds: float | None, waited_s: float = 0.0
+    ) -> None:
+        assert seconds is not None
+        self.all_s.append(seconds + waited_s)
+
+
+def test_passes_of_a_drafter_between_two_steps_are_no_wait_besides() -> None:
+    """The device computes them meanwhile: 7 ms from tokens to tokens are 2 of passes and a step."""
+    policy = _Timed()
+    drafting = Drafting(_guesser(), policy)
+    decision = StepDrafts(num_drafts=[2], expected_tokens=2.0, plain_s=5e-3, step_s=7e-3)
+    result = StepResult(step=0, tokens=[[1]], logprobs=[], is_finite=[True], duration_s=5e-3)
+    for late_s in (2e-3, 3e-3):
+        drafting.count_late(late_s)
+        drafting.commit([], PlannedDrafts(decision=decision, spent_s=2e-3), [], result)
+    assert policy.all_s == pytest.approx([7e-3, 8e-3])
+
+
+def test_the_wait_before_a_step_without_rows_is_not_that_of_a_later_one() -> None:
+    policy = _Timed()
+    drafting = Drafting(_guesser(), policy)
+    decision = StepDrafts(num_drafts=[2], expected_tokens=2.0, plain_s=5e-3, step_s=7e-3)
+    result = StepResult(step=0, tokens=[[1]], logprobs=[], is_finite=[True], duration_s=5e-3)
+    drafting.count_late(4e-3)
+    drafting.commit([], NO_DRAFTS, [], result)
+    drafting.commit([], PlannedDrafts(decision=decision), [], result)  # the first after a pause
+    assert policy.all_s == [5e-3]
 
 
 def test_a_request_that_is_never_guessed_rests_from_waiting() -> None:

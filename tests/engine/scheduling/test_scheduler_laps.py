@@ -1,6 +1,7 @@
 """The scheduler with the length-aware queue: who computes in which step, what bounds a chunk."""
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -10,7 +11,12 @@ from engine.core import Executor, PendingStep
 from engine.cost_model import StepCosts, StepWork
 from engine.messages import ShortLoad
 from engine.plan import StepPlan
+from engine.request import Request
+from engine.scheduling.drafting import Drafting
+from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
+from tests.harness.drafters import Guesser
+from tests.harness.fakes import VOCAB_SIZE
 
 SHORT_FIRST = LapsConfig(queue="laps", laps_length_threshold=10)
 FILL = msgspec.structs.replace(SHORT_FIRST, mix="fill")
@@ -214,6 +220,38 @@ def test_a_host_that_takes_longer_to_launch_plans_earlier() -> None:
     replica.step()
     before_end_s = replica.core._busy_until_s - replica.clock.now_s() - replica.core.defer_s()
     assert launch_s < before_end_s < launch_s + 2e-3
+
+
+def test_planning_that_waits_for_the_device_is_not_begun_ever_earlier() -> None:
+    """A drafter's pass comes after the step in flight, whenever it is asked for."""
+
+    class Waiting(Guesser):
+        took_s = 0.0
+
+        @property
+        def spent_s(self) -> float:
+            return self.took_s
+
+        def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+            until_s = replica.core._busy_until_s + 1e-3
+            self.took_s = max(1e-3, until_s - replica.clock.now_s())
+            replica.clock.advance(self.took_s)
+            return super().propose(asked)
+
+    guesser = Waiting(lambda request: [], vocab_size=VOCAB_SIZE, pass_s=1e-3)
+    drafting = Drafting(guesser, FixedDrafts(1), holds=True)
+    for _ in range(60):
+        drafting.count_idle(100.0)  # so no row waits for the held one
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True, drafting=drafting)
+    replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, floor_s=15e-3)
+    replica.add("one", prompt_of(8), params=params_of(200))
+    replica.step()
+    replica.add("other", prompt_of(8, 1), params=params_of(200))  # takes turns with the first
+    for _ in range(100):
+        replica.clock.advance(replica.core.defer_s())
+        replica.step()
+    assert guesser.num_proposals > 20
+    assert replica.core._lead_s < 3e-3
 
 
 def test_a_step_that_has_ended_early_is_not_waited_for() -> None:

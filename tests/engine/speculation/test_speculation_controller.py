@@ -534,6 +534,22 @@ def test_prompts_that_take_longer_than_predicted_are_not_the_doing_of_drafts(
     assert purse.surcharge.seconds(beside.kind, np.array([8.0]))[0] <= added_s + 1e-9
 
 
+def test_what_drafts_cost_beside_prompts_does_not_grow_into_the_error_of_these() -> None:
+    """Each step counts as at most twice what drafts were to add, and so do all of them."""
+    purse, kind, added_s = Purse(RULES), StepKind(has_prompts=True), 0.5e-3
+    for _ in range(40):
+        (surcharge_s,) = purse.surcharge.seconds(kind, np.array([8.0])).tolist()
+        beside = replace(
+            speculating(),
+            plain_s=300e-3,
+            step_s=300e-3 + added_s + surcharge_s,
+            surcharge_s=surcharge_s,
+            kind=kind,
+        )
+        purse.observe(beside, 8, 312e-3)
+    assert purse.surcharge.seconds(kind, np.array([8.0]))[0] <= added_s + 1e-9
+
+
 def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:
     purse = Purse(RULES)
     for _ in range(200):

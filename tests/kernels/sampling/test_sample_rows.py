@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
 from kernels.sampling.rows import Draws, GreedyChoice, best_words, greedy, greedy_of_words
+from tests.harness.gpus import gpu
+from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import drawn, run_interpreted
 from tests.kernels.sampling.sample_cases import (
     ALL_KNOBS,
@@ -312,3 +315,15 @@ def test_an_argmax_in_a_cuda_graph_follows_its_logits() -> None:
         logits.copy_(fresh)
         graph.replay()
         assert choice.token_ids.tolist() == greedy(fresh).token_ids.tolist()
+
+
+def test_the_best_of_several_ranks_compiles_once_for_all_numbers_of_rows() -> None:
+    """A step with another number of them compiles nothing while requests wait."""
+    from kernels.sampling import rows_triton
+
+    kept: list[Any] = []
+    with compiled_for(gpu("H200"), rows_triton, kept=kept):
+        for num_rows in (1, 3, 16):
+            rows_triton.greedy_of_words(torch.zeros((4, num_rows), dtype=torch.int64))
+    assert len(kept) == 3
+    assert len({made.hash for made in kept}) == 1
