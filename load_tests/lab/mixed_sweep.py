@@ -61,8 +61,7 @@ class Results:
         """Tables in Markdown, then what a reader must know of them."""
         parts = [render_report(self.points, self.peers, self.limits)]
         if self.best_rates:
-            best = ((v, "none" if r is None else f"{r:.3g}/s") for v, r in self.best_rates.items())
-            lines = (f"- {variant}: {rate}" for variant, rate in best)
+            lines = (f"- {v}: {self._tell_best(v, r)}" for v, r in self.best_rates.items())
             parts.append(
                 f"Highest rate with {GOOD_SHARE:.0%} within limits:\n\n" + "\n".join(lines)
             )
@@ -70,6 +69,24 @@ class Results:
         parts.append("\n".join(f"{name}: {value}" for name, value in self.about.items()))
         parts += [f"step costs, {name}: {json.dumps(costs)}" for name, costs in self.costs.items()]
         return "\n\n".join(part for part in parts if part)
+
+    def _tell_best(self, variant: str, rate: float | None) -> str:
+        is_cut = variant in self.cut_searches
+        if rate is None:
+            return "none yet: the search was cut" if is_cut else "none"
+        return f"{rate:.3g}/s or more: the search was cut" if is_cut else f"{rate:.3g}/s"
+
+    def good_rates(self, variant: str) -> dict[float, bool]:
+        """Whether each rate that was measured is good."""
+        limits = self.limits
+        assert limits is not None, "a good rate is one within limits"
+        return {p.rate: is_good(p, limits) for p in self.points if p.variant == variant}
+
+    @property
+    def cut_searches(self) -> list[str]:
+        """Variants whose highest good rate may be another: the next rate was not measured."""
+        rates = ((variant, self.good_rates(variant)) for variant in self.best_rates)
+        return [v for v, good in rates if good and next_rate(good, SEARCH_STEP) is not None]
 
     def to_json(self) -> str:
         return json.dumps(
@@ -79,6 +96,7 @@ class Results:
                 "points": [point.to_builtins(self.limits) for point in self.points],
                 "peers": [{"name": name, **numbers} for name, numbers in self.peers],
                 "best_rates": self.best_rates,
+                "cut_searches": self.cut_searches,
                 "step_costs": self.costs,
                 "step_costs_by_rate": self.costs_by_rate,
                 "one_batch": [figure.to_builtins() for figure in self.batches],
@@ -136,14 +154,10 @@ class Sweep:
 
     def search_once(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> bool:
         """Measure the next rate of a search; whether there was one, and time for it."""
-        limits = self._results.limits
-        assert limits is not None, "a good rate is one within limits"
-        good = {p.rate: is_good(p, limits) for p in self._results.points if p.variant == variant}
+        good = self._results.good_rates(variant)
         rate = next_rate(good, SEARCH_STEP) if good else None
         point = None if rate is None else self.measure(variant, rate, serve, seeds)
-        if point is not None:
-            good[point.rate] = is_good(point, limits)
-        self._results.best_rates[variant] = highest_good(good)
+        self._results.best_rates[variant] = highest_good(self._results.good_rates(variant))
         self.save()
         return point is not None
 

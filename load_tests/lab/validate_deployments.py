@@ -207,7 +207,9 @@ def _best_rate_rows(
         measured = run.best_rates.get(one.name)
         rates = [point.rate for point in run.points_of(one.name)]
         simulated = simulated_best_rate(run, one, rates, limits)
-        if measured and simulated:
+        if one.name in run.cut_searches:
+            rows.append((one.name, f"search cut at {measured or 'none'}, {simulated or 'none'}"))
+        elif measured and simulated:
             rows.append((one.name, str(Compared(measured=measured, simulated=simulated))))
         else:
             rows.append((one.name, f"{measured or 'none'}, {simulated or 'none'}"))

@@ -60,6 +60,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     step_costs_by_rate: dict[str, dict[float, StepCosts]] = {}
     limits: Limits | None = None  # of a good request, where a search asked for them
     best_rates: dict[str, float | None] = {}  # by variant, where they were searched for
+    cut_searches: list[str] = []  # variants whose highest good rate may be another
 
     def points_of(self, variant: str) -> list[MeasuredPoint]:
         return [point for point in self.points if point.variant == variant]

@@ -325,6 +325,8 @@ def test_searches_take_turns_until_the_time_is_over(
         ("1u", 31.25),
     ]
     assert bench.results.best_rates == {"1u": 31.25, "2u": 25.0}
+    assert bench.results.cut_searches == ["1u", "2u"]
+    assert "- 1u: 31.2/s or more: the search was cut\n" in bench.results.render()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from load_tests.lab.validate_deployments import (
     choose_costs,
     compare,
     main,
+    render,
     simulated_best_rate,
     simulated_deployment,
 )
@@ -115,6 +116,14 @@ def test_the_best_rate_is_searched_for_as_it_was_measured(run: MeasuredRun) -> N
     assert simulated_best_rate(run, simulated, [best, 20.0], LIMITS) == pytest.approx(best, rel=0.3)
     hopeless = Limits(short_ttft_s=1e-6, long_ttft_s=1e-6, tpot_s=1e-6)
     assert simulated_best_rate(run, simulated, [20.0], hopeless) is None
+
+
+def test_a_search_that_was_cut_has_no_error(run: MeasuredRun) -> None:
+    cut = msgspec.structs.replace(run, cut_searches=["2u"])
+    simulated = simulated_deployment(cut, "2u", COSTS, 0.001, 0.004)
+    last = render(cut, [simulated]).splitlines()[-1]
+    assert "search cut at 40.0, " in last
+    assert "%" not in last
 
 
 def test_a_figure_is_told_with_its_error() -> None:
