@@ -21,12 +21,14 @@ this one is interrupted or told to end (SIGTERM).
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 
 import msgspec
@@ -253,7 +255,19 @@ def _loads(args: argparse.Namespace) -> Iterator[MixedLoad]:
 def _describe(args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
     names = ("weights", "seeds", "duration_s", "output_tokens", "shrink", "clients", "at_once")
-    return describe_machine() | {name: getattr(args, name) for name in (*names, "num_blocks")}
+    told = {name: getattr(args, name) for name in (*names, "num_blocks")}
+    first = [] if args.vllm_path is None else [str(args.vllm_path)]
+    versions = {
+        "ray": _version("ray", sys.path),
+        "torch": _version("torch", sys.path),
+        "vllm": _version("vllm", [*first, *sys.path]),
+    }
+    return describe_machine() | versions | told | {"arguments": sys.argv[1:]}
+
+
+def _version(package: str, folders: list[str]) -> str | None:
+    """Of a package as the first of `folders` has it; None = none of them does."""
+    return next((one.version for one in distributions(name=package, path=folders)), None)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -225,6 +226,9 @@ def vllm_path(tmp_path: Path) -> Path:
     server = tmp_path / "site" / "vllm" / "entrypoints" / "openai" / "api_server.py"
     server.parent.mkdir(parents=True)
     server.write_text(textwrap.dedent(FAKE_SERVER))
+    about = tmp_path / "site" / "vllm-0.0.1.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Name: vllm\nVersion: 0.0.1\n")
     return tmp_path / "site"
 
 
@@ -292,6 +296,7 @@ def test_all_that_start_are_measured_and_each_figure_is_told_at_once(
     assert all(line["share_within_limits"] == 1.0 for line in lines)
     written = json.loads((tmp_path / "out.json").read_text())
     assert "ZeroDivisionError" in written["about"]["failed, 3p1d"]
+    assert (written["about"]["vllm"], written["about"]["ray"]) == ("0.0.1", version("ray"))
     assert written["step_costs_by_rate"]["1u"].keys() == {"10.0", "30.0"}
     assert written["about"]["deployment, 1u"]["overrides"]["workers.unified"] == 1
     told = json.loads((tmp_path / "logs" / "2vllm, vLLM server 1.log").read_text().splitlines()[0])
