@@ -312,8 +312,10 @@ class EngineCore:
         result = pending.wait()
         now_s = self._times.end(Phase.WAIT)
         self._predict_end(now_s)
+        late_s = 0.0
         if self._tokens_s is not None and result.duration_s is not None:
-            self.scheduler.count_late(max(0.0, now_s - self._tokens_s - result.duration_s))
+            late_s = max(0.0, now_s - self._tokens_s - result.duration_s)
+        self.scheduler.count_late(late_s)
         self._tokens_s = now_s
         is_idle = self._overlap and not self._in_flight and self.scheduler.is_held_for_drafts
         output = self.scheduler.commit(plan, result)

@@ -375,8 +375,11 @@ class Drafting:
         self._idle_s += self._gap.add(seconds)
 
     def count_late(self, seconds: float) -> None:
-        """The device waited before the step that is committed next, which was launched too late."""
-        self._late_s = seconds
+        """So long the device waited before the step that is committed next, launched too late.
+
+        To be told before each commit, also of 0 seconds.
+        """
+        self._late_s = seconds  # kept: several ranks with this `Drafting` commit parts of the step
 
     def pays_to_wait(
         self, decodes: StepWork, num_held_rows: int, costs: StepCosts, *, num_elsewhere: int = 0
@@ -424,7 +427,6 @@ class Drafting:
         Their tokens were appended. The progress of a request was counted as if all drafts were
         right; then it counts all tokens but the newest, and a step in flight besides.
         """
-        late_s, self._late_s = self._late_s, 0.0
         advanced: list[Request] = []
         observed: list[tuple[RequestKey, int, int]] = []
         for index, num_before in known_before:
@@ -448,7 +450,7 @@ class Drafting:
             if observed:
                 self._policy.observe(keys, nums_drafts, nums_accepted)
             if planned.decision is not None:
-                self._observe_step(self._policy, planned, planned.decision, result, late_s)
+                self._observe_step(self._policy, planned, planned.decision, result)
         return advanced
 
     def _observe_step(
@@ -457,9 +459,8 @@ class Drafting:
         planned: PlannedDrafts,
         decision: StepDrafts,
         result: StepResult,
-        late_s: float,
     ) -> None:
-        """Tell what the step took, and what the device waited before it: `late_s` for the host."""
+        """Tell what the step took, and what the device waited before it."""
         idle_s, self._idle_s = self._idle_s, 0.0
         if idle_s > 0:
             decision = replace(decision, is_holding=True)
@@ -468,7 +469,7 @@ class Drafting:
         if seconds is not None:
             seconds += planned.spent_s
         # The drafter works while the device waits, or is what the device computes meanwhile.
-        waited_s = max(0.0, max(idle_s, late_s) - planned.spent_s)
+        waited_s = max(0.0, max(idle_s, self._late_s) - planned.spent_s)
         policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def unseat(self, request: Request) -> None:

@@ -320,7 +320,10 @@ class Scheduler:
         return self.drafting.waited_s
 
     def count_late(self, seconds: float) -> None:
-        """The device waited before the step that is committed next, which was launched too late."""
+        """So long the device waited before the step that is committed next, launched too late.
+
+        To be told before each commit, also of 0 seconds.
+        """
         self.drafting.count_late(seconds)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:

@@ -123,8 +123,12 @@ class RequestGates:
         return np.where(is_open, self._depth[slots], 0)
 
     def _wait_for_next_trial(self, num_begun: int, step: int) -> None:
-        """Fewer than `trial_rows` wait a shorter time, and lengthen the next one by less."""
-        share, wait_steps = num_begun / self._rules.trial_rows, self._trial_wait_steps
+        """Fewer than `trial_rows` wait a shorter time, and lengthen the next one by less.
+
+        More, of requests that differ, wait no longer than these.
+        """
+        share = min(1.0, num_begun / self._rules.trial_rows)
+        wait_steps = self._trial_wait_steps
         self._next_trial_step = max(self._next_trial_step, step + round(share * wait_steps))
         self._trial_wait_steps = min(4**share * wait_steps, self._rules.max_retry_steps)
 

@@ -89,6 +89,23 @@ def test_requests_that_expired_are_reported_while_the_first_step_is_in_flight() 
     assert output.left == [late.key]
 
 
+def test_each_step_is_told_how_late_it_was_also_the_first_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would be taken for as late as the last one before the pause."""
+    told: list[float] = []
+    replica = Replica(overlap=True)
+    replica.executor.step_s = 1.0
+    monkeypatch.setattr(replica.scheduler, "count_late", told.append)
+    for number in range(2):
+        replica.add(f"{number}", prompt_of(5, number), params=params_of(3))
+        while replica.core.has_work:
+            replica.clock.advance(2.5)
+            replica.core.step()
+        replica.clock.advance(100.0)
+    assert told == [0.0, 1.5, 1.5] * 2
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_durations_of_each_phase_are_kept(overlap: bool) -> None:
     replica = Replica(overlap=overlap)

@@ -324,15 +324,17 @@ def test_passes_of_a_drafter_between_two_steps_are_no_wait_besides() -> None:
     assert policy.all_s == pytest.approx([7e-3, 8e-3])
 
 
-def test_the_wait_before_a_step_without_rows_is_not_that_of_a_later_one() -> None:
+def test_the_wait_before_a_step_is_that_of_each_rank_with_the_same_drafting() -> None:
     policy = _Timed()
     drafting = Drafting(_guesser(), policy)
     decision = StepDrafts(num_drafts=[2], expected_tokens=2.0, plain_s=5e-3, step_s=7e-3)
     result = StepResult(step=0, tokens=[[1]], logprobs=[], is_finite=[True], duration_s=5e-3)
-    drafting.count_late(4e-3)
-    drafting.commit([], NO_DRAFTS, [], result)
-    drafting.commit([], PlannedDrafts(decision=decision), [], result)  # the first after a pause
-    assert policy.all_s == [5e-3]
+    for late_s in (4e-3, 0.0):
+        drafting.count_late(late_s)
+        drafting.commit([], NO_DRAFTS, [], result)  # of a rank without rows
+        for _ in range(2):
+            drafting.commit([], PlannedDrafts(decision=decision), [], result)
+    assert policy.all_s == pytest.approx([9e-3, 9e-3, 5e-3, 5e-3])
 
 
 def test_a_request_that_is_never_guessed_rests_from_waiting() -> None:

@@ -252,6 +252,22 @@ def test_trials_that_show_nothing_good_are_ever_rarer() -> None:
     assert all(later > 3 * earlier for earlier, later in pairwise(waits))
 
 
+def test_after_the_trial_of_very_many_the_next_one_comes_as_soon_as_after_any() -> None:
+    """All are tried while they differ; of others that are alike later, some must be."""
+    gates = RequestGates(RULES)
+    gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
+    gates.do_differ = True
+    for step in range(2):
+        gates.max_drafts(gates.slots_of([(step, number) for number in range(256)]), step)
+    gates.do_differ = False
+    for step in range(2):
+        for number in range(256):
+            gates.forget((step, number))
+    newcomers = gates.slots_of(range(4))
+    gates.max_drafts(newcomers, 1 + RULES.max_retry_steps)
+    assert gates.is_tried(newcomers).all()
+
+
 def test_the_trial_of_one_newcomer_hardly_delays_that_of_others() -> None:
     gates = RequestGates(RULES)
     slots = gates.slots_of(range(RULES.trial_rows))
