@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -344,7 +344,7 @@ def test_looking_up_where_steps_do_not_overlap_is_refused(folder: Path) -> None:
 
 
 def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
-    """Of a text that repeats nothing itself, the device has a quote of the answer."""
+    """Where a text does not repeat a pair of its own, the device has a quote of the answer."""
     draw = random.Random(SEED)
     params = SamplingParams(max_tokens=200, temperature=9.0, ignore_eos=True, seed=SEED)
     asked = [(draw.choices(range(3, VOCAB_SIZE), k=10), params)]
@@ -355,8 +355,11 @@ def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
         before = counts.num_drafted, counts.num_accepted
         with launched_plans() as plans:
             assert_same(run(engine, asked), first)
-    num_right = counts.num_accepted - before[1]
-    assert 145 <= num_right >= 0.97 * (counts.num_drafted - before[0])
+    num_drafted, num_right = counts.num_drafted - before[0], counts.num_accepted - before[1]
+    pairs = list(pairwise([*asked[0][0], *first[0].tokens]))
+    num_repeated = len(pairs) - len(set(pairs))  # by chance; each may bring three wrong drafts
+    assert num_drafted - num_right <= 3 * num_repeated
+    assert num_right >= 145
     assert sum(bool(plan.rows) for _, plan in plans) < 60  # of four tokens, where 50 is the least
 
 
