@@ -454,11 +454,7 @@ class Drafting:
         return advanced
 
     def _observe_step(
-        self,
-        policy: DraftPolicy,
-        planned: PlannedDrafts,
-        decision: StepDrafts,
-        result: StepResult,
+        self, policy: DraftPolicy, planned: PlannedDrafts, decision: StepDrafts, result: StepResult
     ) -> None:
         """Tell what the step took, and what the device waited before it."""
         idle_s, self._idle_s = self._idle_s, 0.0

@@ -64,9 +64,9 @@ class BlockMover(Protocol):
 
 
 def build_mover(store: KvStore, blocks: Rows, num_staged: int = 0) -> BlockMover:
-    """blocks: the arena's, uint8 [num_blocks, block_bytes]. num_staged: staging rows on a GPU,
-    which a CPU does without. Raises ConfigError on a GPU that cannot lock the
-    arena, or has no room for the rows.
+    """blocks: the arena's, uint8 [num_blocks, block_bytes]. num_staged: staging rows on a GPU.
+
+    Raises ConfigError on a GPU that cannot lock the arena, or has no room for the rows.
     """
     arena = torch.from_numpy(blocks)
     if store.device.type == "cuda":

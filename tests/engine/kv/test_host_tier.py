@@ -81,10 +81,10 @@ class NoMover:
     """Of a tier that is only asked."""
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
-        raise NotImplementedError
+        raise AssertionError("a tier that is only asked moved blocks")
 
     def begin_load(self) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
-        raise NotImplementedError
+        raise AssertionError("a tier that is only asked moved blocks")
 
 
 @pytest.fixture
