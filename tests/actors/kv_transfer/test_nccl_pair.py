@@ -22,6 +22,7 @@ from tests.actors.kv_transfer.fake_pair_group import FakeGroup, Wires
 from tests.actors.kv_transfer.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
 from tests.actors.kv_transfer.test_channels_local import LocalBoard
 from tests.engine.kv.handoff_world import SENDER
+from tests.harness.seeds import fresh_random
 
 ACCEPTED = PieceReply(outcome="accepted")
 MAX_BLOCKS = 4  # in a piece
@@ -79,7 +80,7 @@ class Ends:
 
 def with_ends(scenario: Callable[[Ends, random.Random], Awaitable[None]], **changes: Any) -> None:
     async def main() -> None:
-        rng = random.Random()
+        rng = fresh_random()
         ends = Ends(rng, Wires(), **changes)
         await scenario(ends, rng)
         ends.sources.close()

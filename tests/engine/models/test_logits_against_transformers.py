@@ -10,6 +10,7 @@ from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 
 LLAMA3 = {
@@ -87,10 +88,7 @@ def _tokens(num_tokens: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    return value
+    return fresh_seed()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

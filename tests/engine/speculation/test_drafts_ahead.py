@@ -31,9 +31,10 @@ from tests.engine.speculation.guessed_engines import Asked, assert_same, run, sa
 from tests.engine.speculation.verify_graphs import ExactRows
 from tests.harness.drafters import EveryOtherStep
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 FREE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.2},

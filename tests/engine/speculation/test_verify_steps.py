@@ -24,10 +24,11 @@ from tests.engine.speculation.guessed_engines import (
 )
 from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
 from tests.kernels.attention.attention_cases import assert_close, build_problem, run_layer
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 1.3},

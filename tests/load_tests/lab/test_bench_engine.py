@@ -1,7 +1,6 @@
 """The engine figures are timed as the peer times its own, and read what others printed."""
 
 import json
-import random
 import subprocess
 import sys
 import weakref
@@ -26,9 +25,10 @@ from load_tests.lab.host_work import (
 )
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.works import DECODE_STEPS, DECODES, LONG_PREFILLS, SHORT_PREFILLS, Kind, Work
+from tests.harness.seeds import seed_of
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 TINY = ["--model", str(MODEL), "--weights", "safetensors", "--device", "cpu", "--max-rows", "4",
         "--max-model-len", "256", "--max-num-batched-tokens", "48",
         "--num-blocks", "256"]  # fmt: skip
@@ -224,6 +224,7 @@ def test_two_ranks_are_measured_as_one_engine(
 HANGS = """
 import sys, threading
 from load_tests.lab import bench_engine
+from tests.harness.seeds import seed_of
 bench_engine.WARM_UPS = ((2, 5, 6),)
 bench_engine.CLOSE_S = 0.5
 bench_engine.Following.__exit__ = lambda *_: threading.Event().wait()
