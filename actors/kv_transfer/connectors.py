@@ -8,14 +8,14 @@ import msgspec
 
 from actors.kv_transfer.channels.worker_channels import (
     ByRanks,
-    KvPieces,
-    OwnBlockPieces,
     Pieces,
     WorkerChannels,
     device_channels,
 )
 from actors.kv_transfer.contracts import PieceBytes
 from actors.kv_transfer.faulty_pieces import FaultyPieces
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.rank_links import Giver, GiversOffer, HeadGiver, Wires
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
@@ -31,7 +31,8 @@ from actors.worker.kv_connector import KvConnector
 from actors.worker.token_streams import TokenStreams
 from configs.schema import AppConfig
 from engine.build import Engine
-from engine.kv.transfer import BlockTerms, DecodeScheduler, IncomingHandoffs, OutgoingEvent
+from engine.kv.cache import BlockTerms
+from engine.kv.transfer import DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
 from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank

@@ -48,8 +48,7 @@ from actors.openai.request_rules import (
     read_stops,
 )
 from actors.openai.scoring import Embedding, PairScoring, Reranking, Scoring
-from actors.openai.served_model import ServedModel as ServedModel
-from actors.openai.served_model import check_generates
+from actors.openai.served_model import ServedModel, check_generates
 from actors.openai.tool_rules import ToolUse, hold_harmony, read_tool_use
 from actors.openai.tools.harmony import HarmonyTokens
 from configs.schema import EdgeConfig

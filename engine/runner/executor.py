@@ -53,8 +53,7 @@ from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import TwoBatches
-from engine.sampling.sampled import RowSampler as RowSampler
-from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampled import RowSampler, SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens

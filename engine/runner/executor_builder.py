@@ -41,8 +41,9 @@ from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.masks import load_mask_function
+from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.phased import Phases
-from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.attention.select import build_attention
 from kernels.attention.select_verify import add_verification
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales

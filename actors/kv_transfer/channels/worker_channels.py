@@ -43,26 +43,12 @@ from actors.kv_transfer.contracts import (
     SendChannel,
     UnfitError,
 )
-from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
+from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import PullsByRanks
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
-
-__all__ = [
-    "BlockStore",
-    "ByRanks",
-    "DeviceChannels",
-    "GlooReceiver",
-    "GlooSender",
-    "KvPieces",
-    "OwnBlockPieces",
-    "Pieces",
-    "WorkerChannels",
-    "device_channels",
-]
-
 
 # Of a worker of one rank, of several that share its blocks, and of several that do not.
 Pieces = KvPieces | RankPieces | OwnBlockPieces
