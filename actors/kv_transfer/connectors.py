@@ -232,10 +232,10 @@ def _pieces(host: EngineHost, engine: Engine) -> Pieces:
     handoff = host.config.handoff
     if not engine.rank_stores:
         return KvPieces(engine.kv_store, names_blocks=handoff.pull_by_ranks)
-    given = engine.rank_stores, host.steps, handoff.transfer_deadline_s
+    stores, deadline_s = engine.rank_stores, handoff.transfer_deadline_s
     if engine.has_own_blocks:
-        return OwnBlockPieces(*given)
-    return RankPieces(*given, names_blocks=handoff.pull_by_ranks)
+        return OwnBlockPieces(stores, host.steps, deadline_s)
+    return RankPieces(stores, host.steps, deadline_s, names_blocks=handoff.pull_by_ranks)
 
 
 def _channels(host: EngineHost, engine: Engine, pieces: Pieces) -> WorkerChannels:
