@@ -23,7 +23,7 @@ from engine.models.quantized_formats import Numbers, read_numbers
 from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from engine.ranks.rank import Rank
 from kernels.quant.int4 import pack_int4
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 
 _SUFFIX = ".weight"
 _MAX_FP8 = 448.0

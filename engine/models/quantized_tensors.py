@@ -28,7 +28,7 @@ from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quan
 from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
 from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
-from kernels.quant.runs import reads_sizes
+from kernels.quant.sizes import reads_sizes
 
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"

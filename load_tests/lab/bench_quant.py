@@ -48,7 +48,7 @@ from kernels.quant.fp8_few import fp8_few_linear
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
 from kernels.quant.int4_joined import int4_joined_linear
 from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200

@@ -14,7 +14,7 @@ from engine.layers.linear import LinearWeight, WeightFormat, build_gated, build_
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.ops import Ops
 from kernels.quant.int4 import pack_int4, unpack_int4
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 from kernels.reference import TorchOps
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
