@@ -35,7 +35,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from engine.layers.linear import Linear, LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import Linear, LinearWeight, WeightFormat
 from engine.layers.quantized_cuda import FourBitMatrix, Fp8Blocks, Fp8Matrix, QuantizedLinear
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.fused import TritonOps

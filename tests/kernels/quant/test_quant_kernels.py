@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.layers.linear import LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.ops import Ops
 from kernels.quant.int4 import pack_int4, unpack_int4
