@@ -139,8 +139,14 @@ class RankWorker:
         try:
             shared = engine.kv_store.shared
             on_step_end = None if shared is None else shared.count_step
-            given = executor, self._ring, engine.grammars.prepare, on_step_end
-            Follower(*given, self._begin_aside(engine), engine.drafting_executor).run()
+            Follower(
+                executor,
+                self._ring,
+                engine.grammars.prepare,
+                on_step_end,
+                self._begin_aside(engine),
+                engine.drafting_executor,
+            ).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
             self._end_leader(LEADER_ENDS_S, "does not end")

@@ -15,7 +15,6 @@ from engine.errors import ConfigError
 from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantization import GPT_OSS_MXFP4
 from engine.models.quantized_formats import read_numbers
@@ -23,6 +22,7 @@ from engine.models.quantized_tensors import check_shares
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
+from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits

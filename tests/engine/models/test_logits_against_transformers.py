@@ -228,7 +228,7 @@ def test_sharded_weights_are_found_through_their_index(
 def test_weights_too_large_to_hold_twice_give_the_same_logits(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.layers.linear._MAX_TWICE_HELD_ELEMENTS", 0)
+    monkeypatch.setattr("engine.layers.build_linear._MAX_TWICE_HELD_ELEMENTS", 0)
     save_model(tmp_path, "Qwen2ForCausalLM", seed=seed)
     token_ids = _tokens(9, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)

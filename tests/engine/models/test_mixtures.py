@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
+from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from engine.runner.auto import Footprint
 from kernels.reference import TorchOps

@@ -8,7 +8,7 @@ import torch
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.runner.graphs import CudaRecorder
-from kernels.attention.select import AttentionNames
+from kernels.attention.names import AttentionNames
 from tests.engine.runner.graph_story import decode_ahead
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.seeds import fresh_seed

@@ -12,7 +12,7 @@ from engine.plan import StepResult
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
-from kernels.attention.select import AttentionName, AttentionNames
+from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.runner.graph_story import LogitSampler, tell
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.seeds import fresh_seed

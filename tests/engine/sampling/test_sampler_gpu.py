@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.request import SamplingParams
-from engine.sampling.sampler import SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
 from kernels.sampling.rows import greedy
 from tests.engine.sampling.drawn import Drawn, to_host
 from tests.harness.seeds import fresh_seed

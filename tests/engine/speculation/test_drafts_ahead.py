@@ -150,7 +150,7 @@ def test_drafts_of_an_equal_model_are_all_right(
 ) -> None:
     """It draws with the target's noise, so each token, position and index is where it belongs."""
     # Graphs keep the model that they were captured with.
-    with patch("engine.runner.replica.build_model", lambda *_, **__: exact_model(folder)):
+    with patch("engine.runner.executor_builder.build_model", lambda *_, **__: exact_model(folder)):
         engine = _start(folder, "draft_model", folder, way=way)
     with exact_arithmetic(), launched_plans() as plans:
         for _ in range(2):  # the second time with prefixes that are here

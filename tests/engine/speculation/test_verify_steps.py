@@ -181,7 +181,7 @@ def test_rows_of_few_tokens_are_attended_by_their_own_backend(rows: list[tuple[i
 
 
 def test_what_cannot_be_is_refused_with_the_way_out(folder: Path) -> None:
-    from configs.load import ConfigFileError
+    from configs.errors import ConfigFileError
 
     with pytest.raises(ConfigError, match=r"max_graph_tokens.*attention_backend to decode"):
         start_exact(folder, speculation__max_graph_tokens=32)
