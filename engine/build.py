@@ -263,7 +263,7 @@ def build_engine(
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
-    hasher = _build_hasher(key, model_fingerprint, folder.layout)
+    hasher = RequestHasher.of_blocks(key, model_fingerprint, folder.layout)
     outgoing = _build_outgoing(cache, notify)
     finish_rules = FinishRules(spec.eos_token_ids, max_model_len)
     scheduler = _build_scheduler(measured, finish_rules, cache, hasher, outgoing, tiers, drafting)
@@ -428,12 +428,6 @@ def _build_outgoing(
         for rank, own in enumerate(cache.of_rank)
     ]
     return OutgoingOfRanks(of_rank)
-
-
-def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
-    return RequestHasher(
-        key, model=model_fingerprint, dtype=layout.numbers, block_size=layout.block_size
-    )
 
 
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:

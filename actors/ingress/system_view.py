@@ -86,12 +86,7 @@ def block_hasher(topology: Topology) -> RequestHasher | None:
     for status in topology.workers.values():
         identity = status.identity
         if identity is not None:
-            return RequestHasher(
-                identity.block_key,
-                model=identity.model,
-                dtype=identity.layout.numbers,
-                block_size=identity.layout.block_size,
-            )
+            return RequestHasher.of_blocks(identity.block_key, identity.model, identity.layout)
     return None
 
 

@@ -61,6 +61,7 @@ class Replica:
         laps: LapsConfig = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
         drafting: Drafting | None = None,
+        num_hashed_ahead: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
@@ -86,7 +87,13 @@ class Replica:
                 short_share=short_share,
             ),
             cache=self.cache,
-            hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
+            hasher=RequestHasher(
+                HASH_KEY,
+                model="m",
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                num_ahead=num_hashed_ahead,
+            ),
             handoff_queue=self.handoff_queue,
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((EOS_TOKEN_ID,), max_model_len),
