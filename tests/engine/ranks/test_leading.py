@@ -144,6 +144,15 @@ def test_a_rank_with_other_tokens_ends_the_step_in_which_it_drifted(rng: random.
         assert ranks.replica.executor.num_waited == 5
 
 
+def test_a_rank_that_drifted_is_noticed_with_the_step_after_a_comparison(
+    rng: random.Random,
+) -> None:
+    with gang("drift", 6, compare_every=3) as (ranks, _):
+        with pytest.raises(WorkerError, match=r"step \d+: ranks \[2\] have other tokens"):
+            ranks.work(rng, 30)
+        assert ranks.replica.executor.num_waited == 7
+
+
 def test_a_rank_that_raises_says_why(rng: random.Random) -> None:
     with gang("raise", 5) as (ranks, _):
         with pytest.raises(WorkerError, match="rank 2: RuntimeError: told to"):
