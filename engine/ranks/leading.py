@@ -33,6 +33,7 @@ from engine.core import DraftingExecutor, Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.asides import Aside, AsideAnswer, AsideAnswers
+from engine.ranks.heartbeat import LOOKS
 from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
 
@@ -167,7 +168,9 @@ class RankReports:
             def is_complete() -> bool:
                 return len(said.get(step, {})) == len(ranks)
 
-            self._changed.wait_for(lambda: is_complete() or self._end, timeout_s)
+            for _ in range(LOOKS):  # each is cut short where all ranks are stopped and go on
+                if self._changed.wait_for(lambda: is_complete() or self._end, timeout_s / LOOKS):
+                    break
             if is_complete():
                 return said.pop(step)
             if self._end is not None:

@@ -16,7 +16,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from actors.kv_transfer.kv_pieces import QueuedTake
 from actors.kv_transfer.waits import IsOver
 from engine.errors import HandoffError
 from engine.messages import ChannelKind, PairRequest
+from engine.ranks.nccl_deadlines import NO_WATCHDOG
 
 
 class PairGroup(Protocol):
@@ -77,12 +77,10 @@ GroupFactory = Callable[[dist.Store, int], PairGroup]
 class NcclGroup:
     """A `ProcessGroupNCCL` of two, with a stream of its own."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, device: torch.device, max_ctas: int, timeout_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, device: torch.device, max_ctas: int) -> None:
         nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
         options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = NO_WATCHDOG
         options.config.blocking = 0  # or an abort would wait for the peer
         options.config.max_ctas = max_ctas
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -107,10 +105,6 @@ class NcclGroup:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return lambda: bool(event.query())  # type: ignore[no-untyped-call]
-
-
-# NCCL's own timeout would end the process, so this one is shorter.
-GROUP_TIMEOUT_FACTOR = 10.0
 
 
 class NcclConnection:
@@ -337,6 +331,4 @@ class NcclPairs:
         return connection
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
-        settings = self._settings
-        timeout_s = GROUP_TIMEOUT_FACTOR * settings.deadline_s
-        return NcclGroup(store, rank, self._pieces.device, settings.max_ctas, timeout_s)
+        return NcclGroup(store, rank, self._pieces.device, self._settings.max_ctas)

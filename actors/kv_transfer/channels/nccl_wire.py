@@ -16,7 +16,6 @@ from torch import Tensor
 from actors.kv_transfer.channels.gloo_pair import remove_keys
 from actors.kv_transfer.channels.handshake import SENDER_RANK, Handshake, exchange_handshakes
 from actors.kv_transfer.channels.nccl_pair import (
-    GROUP_TIMEOUT_FACTOR,
     GroupFactory,
     NcclGroup,
     PairGroup,
@@ -130,5 +129,4 @@ class NcclWire:
         return None
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
-        timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s
-        return NcclGroup(store, rank, self.device, self._max_ctas, timeout_s)
+        return NcclGroup(store, rank, self.device, self._max_ctas)
