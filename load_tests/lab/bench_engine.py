@@ -17,13 +17,12 @@ prompt gets one token, a decode step the 128th part of the median for 129 tokens
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
 `--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). A run that
 is to be stopped (SIGSTOP of its process group) while another one measures needs `--hold-s 3`, so
-that it is idle before the line "ready and warm" and after it. A rank that waits for a stopped one
-has a time limit, and its kernels keep the GPU busy; and NCCL's watchdog, which looks only now and
-then, takes an operation that it has not seen end for one that runs since before the stop. What the
-host does between two launches, on every rank, and how steady steps are beside streams comes first,
-and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
-is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
-process ends wherever it stands, with the stacks of its threads.
+that it is idle before the line "ready and warm" and after it: the kernels of a rank that waits for
+a stopped one keep the GPU busy. What the host does between two launches, on every rank, and how
+steady steps are beside streams comes first, and with `--works none` alone; on a CPU a launch
+computes, too. Each figure is logged as soon as it is measured, and written to `--figures`. After
+`--limit-s`, or CLOSE_S after the last line, the process ends wherever it stands, with the stacks of
+its threads.
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 

@@ -1,6 +1,7 @@
 """The engine figures are timed as the peer times its own, and read what others printed."""
 
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -221,6 +222,23 @@ def test_two_ranks_are_measured_as_one_engine(
     assert lived_on == [False]
 
 
+def test_a_step_that_does_not_end_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counted in looks, so that a run which was stopped and goes on has not stalled."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    others = Following(engine_config(MODEL, build_parser().parse_args(TINY)), tmp_path)
+    assert others._turn() is None
+    others._steps.num_launched = 1
+    assert others._turn() == 0
+    others._on_stall()
+    assert ended == [1]
+    assert "no step ended for 60 s" in capsys.readouterr().err
+    others._steps.num_ended = 1
+    assert others._turn() is None
+
+
 HANGS = """
 import sys, threading
 from load_tests.lab import bench_engine
@@ -266,6 +284,8 @@ def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench) -> None
     assert figures[f"host: encode {NUM_STREAMS} messages"].value > 0
     for name in ("step", f"step beside {NUM_STREAMS} streams"):
         assert 0 < figures[f"{name}, p50"].value <= figures[f"{name}, p99"].value
+        of_device = figures[f"{name}, p99 of the device above its neighbours"].value
+        assert 0 < of_device < figures[f"{name}, p99"].value
 
 
 @pytest.mark.slow
