@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
+from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.worker.faulty_steps import FaultySteps
 from actors.worker.loading import EngineLoader
@@ -65,6 +66,7 @@ class RankWorker:
         Raises RingError when rank 0 is dead already.
         """
         set_up_logging()
+        share_interpreter()
         self._spec = spec
         self._name = name
         self._beside = beside

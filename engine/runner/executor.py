@@ -142,7 +142,7 @@ class Executor:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not waited for."""
+        """Steps that may be launched and not waited for when another one is launched."""
         return self._num_in_flight
 
     @property
