@@ -27,7 +27,8 @@ def num_blocks_that_fit(
     """The number of KV blocks that fit in `share` of the memory of each rank's GPU.
 
     `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks. `num_staged`:
-    blocks that the host tier will take (engine/kv/host/staging.py). Raises ConfigError when less than the trial's own blocks fit.
+    blocks that the host tier will take (engine/kv/host/staging.py). Raises ConfigError when less
+    than the trial's own blocks fit.
     """
     run_trial()
     torch.cuda.synchronize()
