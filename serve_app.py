@@ -17,8 +17,12 @@ from actors.ingress.graceful_stop import stop_gracefully_on_signals
 from actors.ingress.http_proxy import set_http_proxy
 from actors.ingress.listening import listen_on
 from actors.ingress.routes import Ingress
-from actors.ingress.system_view import SUPERVISOR
-from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, supervisor_options
+from actors.lifecycle.deployment import (
+    SUPERVISOR,
+    DeploymentSpec,
+    describe_deployment,
+    supervisor_options,
+)
 from actors.lifecycle.hub import fetch_model
 from actors.lifecycle.preflight import check_startable
 from configs.errors import ConfigFileError

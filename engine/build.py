@@ -337,7 +337,7 @@ def _build_measured_executor(
         model=model,
         matchers=grammars,
         sends_blocks=role == "prefill",
-        num_beside=num_staged,
+        num_staged=num_staged,
         comm=comm,
         kv_scales=folder.kv_scales,
     )

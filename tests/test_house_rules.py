@@ -276,6 +276,20 @@ def too_many_parameters(module: Module) -> list[str]:
     return offences
 
 
+def pointers_without_shapes(module: Module) -> list[str]:
+    """A kernel's signature is where a reader looks up what a pointer leads to."""
+    lines = ["", *module.source.splitlines()]
+    return [
+        f"{kernel.name}: {arg.arg}"
+        for kernel in _functions(module)
+        if kernel.name.endswith("_kernel")
+        for arg in kernel.args.args
+        if arg.arg.endswith("_ptr")
+        and "#" not in lines[arg.lineno]
+        and not lines[arg.lineno - 1].lstrip().startswith("#")
+    ]
+
+
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -296,6 +310,7 @@ CODE_RULES: tuple[Rule, ...] = (
     forbidden_names,
     too_long,
     too_many_parameters,
+    pointers_without_shapes,
 )
 TEST_RULES: tuple[Rule, ...] = (
     imports_of_the_lab,
@@ -363,6 +378,7 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (too_long, "engine.core", "x = 1\n" * (MAX_FILE_LINES + 1)),
         (too_long, "engine.core", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (too_many_parameters, "engine.core", "def f(a, b, c, d, *, e, g, h, i, j): ..."),
+        (pointers_without_shapes, "kernels.rope", "def _rope_kernel(\n    x_ptr,\n    n,\n): ..."),
         (
             too_many_parameters,
             "engine.core",

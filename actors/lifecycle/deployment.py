@@ -22,6 +22,7 @@ from engine.kv.host.disk import kept_key
 from engine.messages import Role
 
 VERSION = "0.1.0"
+SUPERVISOR = "supervisor"  # by this name Serve keeps it as an actor of the deployment
 HASH_DIGITS = 8
 BLOCK_KEY_BYTES = 32
 EDGE_ONLY = ("name", "edge", "api", "tracing")

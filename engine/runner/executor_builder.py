@@ -67,7 +67,7 @@ class ExecutorBuilder:
         model: CausalLM | None = None,
         matchers: Matchers | None = None,
         sends_blocks: bool = False,
-        num_beside: int = 0,
+        num_staged: int = 0,
         comm: Comm = SINGLE_RANK,
         kv_scales: Tensor | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class ExecutorBuilder:
 
         `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
-        `Executor`. `num_beside`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
+        `Executor`. `num_staged`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
         heads of all ranks] for a layout of e4m3 numbers. Raises ConfigError if model, backend and
         device do not go together.
         """
@@ -85,7 +85,7 @@ class ExecutorBuilder:
         self._sizes = sizes
         self._matchers = matchers
         self._sends_blocks = sends_blocks
-        self._num_beside = num_beside
+        self._num_staged = num_staged
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._target: Executor | None = None
@@ -170,7 +170,7 @@ class ExecutorBuilder:
             trial_blocks=trial_blocks,
             block_bytes=layout.block_bytes,
             share=self._config.cache.gpu_memory_utilization,
-            num_beside=self._num_beside,
+            num_staged=self._num_staged,
             comm=self._comm,
         )
 

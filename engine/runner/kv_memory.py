@@ -21,18 +21,19 @@ def num_blocks_that_fit(
     trial_blocks: int,
     block_bytes: int,
     share: float,
-    num_beside: int = 0,
+    num_staged: int = 0,
     comm: Comm = SINGLE_RANK,
 ) -> int:
     """The number of KV blocks that fit in `share` of the memory of each rank's GPU.
 
-    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks. `num_beside`: of
-    blocks that others will take. Raises ConfigError when less than the trial's own blocks fit.
+    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks. `num_staged`:
+    blocks that the host tier will take (engine/kv/host/staging.py). Raises ConfigError when less
+    than the trial's own blocks fit.
     """
     run_trial()
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    taken_bytes = total_bytes - free_bytes + (num_beside - trial_blocks) * block_bytes
+    taken_bytes = total_bytes - free_bytes + (num_staged - trial_blocks) * block_bytes
     num_blocks = least(comm, int(share * total_bytes - taken_bytes) // block_bytes)
     if num_blocks < trial_blocks:
         raise ConfigError(

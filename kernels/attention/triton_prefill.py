@@ -185,13 +185,13 @@ def _attend(
     ],
 )
 def _prefill_kernel(
-    q_ptr,
-    store_ptr,
-    cu_tokens_ptr,
-    num_keys_ptr,
-    cu_blocks_ptr,
-    block_ids_ptr,
-    out_ptr,
+    q_ptr,  # [T, heads, HEAD_DIM], tokens and heads strided
+    store_ptr,  # [blocks, layers, 2, block_size, kv_heads, HEAD_DIM]
+    cu_tokens_ptr,  # int32 [all rows + 1]
+    num_keys_ptr,  # int32 [all rows]
+    cu_blocks_ptr,  # int32 [all rows + 1]
+    block_ids_ptr,  # int32 [N]
+    out_ptr,  # [T, heads * HEAD_DIM]
     sinks_ptr,  # fp32 [heads], or None
     scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,

@@ -29,7 +29,7 @@ def _widen_kernel(
     scales_ptr,  # fp32 [layers, 2, kv_heads]
     cu_keys_ptr,  # [R + 1]
     cu_blocks_ptr,  # [R + 1]
-    block_ids_ptr,
+    block_ids_ptr,  # int32 [N]
     out_ptr,  # [2, num_keys, kv_heads, head_dim]
     layer,
     num_keys,

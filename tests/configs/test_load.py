@@ -39,6 +39,18 @@ def test_every_shipped_file_loads_and_says_what_it_holds(path: Path) -> None:
             assert plain[section] == values
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=str)
+def test_a_shipped_file_repeats_no_default_but_where_and_by_whom_it_computes(path: Path) -> None:
+    defaults = msgspec.to_builtins(AppConfig())
+    repeated = {
+        f"{section}.{key}"
+        for section, values in yaml.safe_load(path.read_text()).items()
+        for key, value in values.items()
+        if defaults[section][key] == value
+    }
+    assert repeated <= {"model.device", "workers.unified", "workers.prefill", "workers.decode"}
+
+
 def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
     path = write(tmp_path, "cache: {num_blocks: 77, block_size: 8}\nname: one\n")
     config = load_config(path, {"cache.num_blocks": 5, "edge.max_n": 3})

@@ -33,14 +33,14 @@ def test_blocks_are_staged_in_a_64th_of_memory() -> None:
 
 
 def test_blocks_taken_beside_the_store_are_not_given_to_it() -> None:
-    def fitting(num_beside: int) -> int:
+    def fitting(num_staged: int) -> int:
         with (
             patch.object(torch.cuda, "synchronize"),
             patch.object(torch.cuda, "empty_cache"),
             patch.object(torch.cuda, "mem_get_info", lambda: (600, 1000)),
         ):
             return num_blocks_that_fit(
-                lambda: None, trial_blocks=3, block_bytes=10, share=0.9, num_beside=num_beside
+                lambda: None, trial_blocks=3, block_bytes=10, share=0.9, num_staged=num_staged
             )
 
     assert fitting(0) - fitting(7) == 7
