@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.build_drafting import RankDrafting, build_drafting, build_head
@@ -33,7 +32,7 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
-from engine.model_folder import read_folder
+from engine.model_folder import ModelFolder, compute_dtype, read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec
@@ -45,6 +44,7 @@ from engine.runner.auto import (
     Calibration,
     Footprint,
     Limits,
+    StepSizes,
     choose_limits,
     choose_sizes,
     describe,
@@ -52,8 +52,8 @@ from engine.runner.auto import (
 )
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
-from engine.runner.measured import Measured
-from engine.runner.replica import Replica, compute_dtype
+from engine.runner.executor_builder import ExecutorBuilder
+from engine.runner.measured_executor import MeasuredExecutor
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
@@ -62,7 +62,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
-from kernels.device import device_properties
+from kernels.device import DeviceProperties, device_properties
 
 logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
@@ -70,7 +70,10 @@ BLOCK_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One replica. The thread that steps `core` owns all fields but `kv_store` and `grammars`."""
+    """What one worker computes with.
+
+    The thread that steps `core` owns all fields but `kv_store` and `grammars`.
+    """
 
     spec: ModelSpec  # of the whole model
     layout: KvLayout  # of this rank's blocks: they hold its KV heads
@@ -81,7 +84,6 @@ class Engine:
     cache: BlockCache | RankCaches  # of the ranks' own blocks, with DP attention
     hasher: RequestHasher
     executor: Executor
-    kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
     outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
     below_device: BelowDevice  # the host tier, or this rank's part of it
@@ -89,6 +91,11 @@ class Engine:
     draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
+
+    @property
+    def kv_store(self) -> KvStore:
+        """This rank's K and V."""
+        return self.executor.kv_store
 
     @property
     def host_tier(self) -> HostTier | None:
@@ -130,7 +137,7 @@ class Engine:
         return None if self.draft_passes is None else self.draft_passes.executor
 
     def load(self) -> LoadReport:
-        """The replica's current load."""
+        """The current load."""
         counts = self.core.scheduler.statistics()
         queued = self.core.queued_work()
         return LoadReport(
@@ -241,39 +248,39 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    folder = read_folder(config, comm.rank)
+    spec = folder.spec
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
-        given = config, spec, (layout, kv_scales), clock, comm, model, grammars
-        measured = _build_measured(*given, role=role)
+        measured = _build_measured_executor(config, folder, clock, comm, model, grammars, role=role)
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
-        stores = _share_stores(comm, role, spec, store, whole)
+        stores = _share_stores(comm, role, folder, store)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(config, role, key, spec, store, whole, comm, measured.num_staged)
+        below = build_below_device(config, role, key, folder, store, comm, measured.num_staged)
     _forget_counts(executor, compilations)
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
-    hasher = RequestHasher.of_blocks(key, model_fingerprint, layout)
+    hasher = RequestHasher.of_blocks(key, model_fingerprint, folder.layout)
     outgoing = _build_outgoing(cache, notify)
-    scheduled = max_model_len, cache, hasher, outgoing, tiers, drafting
+    finish_rules = FinishRules(spec.eos_token_ids, max_model_len)
+    scheduler = _build_scheduler(measured, finish_rules, cache, hasher, outgoing, tiers, drafting)
     return Engine(
         spec=spec,
-        layout=layout,
-        whole_layout=whole,
+        layout=folder.layout,
+        whole_layout=folder.whole_layout,
         rank_stores=stores,
         max_model_len=max_model_len,
         limits=measured.limits,
         cache=cache,
         hasher=hasher,
         executor=executor,
-        kv_store=store,
         grammars=grammars,
         outgoing=outgoing,
         below_device=below,
-        core=_build_core(config, _build_scheduler(spec, measured, *scheduled), measured, clock),
+        core=_build_core(config, scheduler, measured, clock),
         draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
@@ -281,12 +288,13 @@ def build_engine(
 
 
 def _share_stores(
-    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+    comm: Comm, role: Role, folder: ModelFolder, store: KvStore
 ) -> tuple[RankStore, ...]:
     """Those of all ranks, on rank 0 of several that move blocks."""
     if comm.rank.size == 1 or role == "unified":
         return ()
-    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
+    has_own_blocks = folder.spec.has_dp_attention
+    return share_stores(comm, store, folder.whole_layout, has_own_blocks=has_own_blocks)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:
@@ -306,64 +314,71 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
         )
 
 
-def _build_measured(
+def _build_measured_executor(
     config: AppConfig,
-    spec: ModelSpec,
-    kv: tuple[KvLayout, Tensor | None],
+    folder: ModelFolder,
     clock: Clock,
     comm: Comm,
     model: CausalLM | None,
     grammars: Grammars,
     *,
     role: Role,
-) -> Measured:
-    """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
-    layout, kv_scales = kv
-    element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
-    device, part = device_properties(torch.device(config.model.device)), spec.of_rank(comm.rank)
-    held_bytes = weight_bytes(
-        spec,
-        element_bytes=element_bytes,
-        keeps_quantised=device.is_gpu,
-        rank=comm.rank,
-    )
-    footprint = Footprint.of(part, layout, held_bytes, element_bytes)
-    sizes = value_of_first(comm, choose_sizes(config, device, footprint))
+) -> MeasuredExecutor:
+    """Build for the sizes chosen for the device; measure steps if the configuration needs it."""
+    device = device_properties(torch.device(config.model.device))
+    sizes = _choose_sizes(config, folder, device, comm)
     gpu_bytes = device.memory_bytes if device.is_gpu else 0
-    num_staged = staged_blocks(config, role, layout, gpu_bytes)
-    given = config, part, layout, sizes, model, grammars
-    replica = Replica(
-        *given,
+    num_staged = staged_blocks(config, role, folder.layout, gpu_bytes)
+    builder = ExecutorBuilder(
+        config,
+        spec=folder.spec.of_rank(comm.rank),
+        layout=folder.layout,
+        sizes=sizes,
+        model=model,
+        matchers=grammars,
         sends_blocks=role == "prefill",
         num_beside=num_staged,
         comm=comm,
-        kv_scales=kv_scales,
+        kv_scales=folder.kv_scales,
     )
-    head = build_head(config, spec, replica, comm)
-    executor = replica.build_executor()
+    head = build_head(config, folder.spec, builder, comm)
+    executor = builder.build_executor()
     calibration = None
     if needs_calibration(config):
         calibration = calibrate(
             executor,
             sizes,
             num_blocks=executor.kv_store.num_blocks,
-            max_row_tokens=replica.max_row_tokens,
+            max_row_tokens=builder.max_row_tokens,
             clock=clock,
             comm=comm,
         )
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
-    return Measured(
+    return MeasuredExecutor(
         executor=executor,
         limits=limits,
         calibration=calibration,
-        graph_token_sizes=replica.graph_token_sizes,
-        verify_token_sizes=replica.verify_token_sizes,
+        graph_token_sizes=builder.graph_token_sizes,
+        verify_token_sizes=builder.verify_token_sizes,
         sizes=sizes,
         num_staged=num_staged,
         head=head,
     )
+
+
+def _choose_sizes(
+    config: AppConfig, folder: ModelFolder, device: DeviceProperties, comm: Comm
+) -> StepSizes:
+    """The sizes of the largest steps, equal on all ranks."""
+    spec, rank = folder.spec, comm.rank
+    element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
+    held_bytes = weight_bytes(
+        spec, element_bytes=element_bytes, keeps_quantised=device.is_gpu, rank=rank
+    )
+    footprint = Footprint.of(spec.of_rank(rank), folder.layout, held_bytes, element_bytes)
+    return value_of_first(comm, choose_sizes(config, device, footprint))
 
 
 def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None:
@@ -424,9 +439,8 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 
 
 def _build_scheduler(
-    spec: ModelSpec,
-    measured: Measured,
-    max_model_len: int,
+    measured: MeasuredExecutor,
+    finish_rules: FinishRules,
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs | OutgoingOfRanks,
@@ -444,7 +458,7 @@ def _build_scheduler(
             hasher=hasher,
             handoff_queue=outgoing,
             block_size=block_size,
-            finish_rules=FinishRules(spec.eos_token_ids, max_model_len),
+            finish_rules=finish_rules,
             laps=measured.limits.laps,
             graph_token_sizes=measured.graph_token_sizes,
             drafting=drafting,
@@ -460,7 +474,7 @@ def _build_scheduler(
 
 
 def _build_core(
-    config: AppConfig, scheduler: StepScheduler, measured: Measured, clock: Clock
+    config: AppConfig, scheduler: StepScheduler, measured: MeasuredExecutor, clock: Clock
 ) -> EngineCore:
     if measured.calibration is not None:
         scheduler.learn(measured.calibration.samples)

@@ -131,7 +131,7 @@ class DraftingExecutor(Executor, Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Passes that may be launched and not waited for."""
+        """Passes that may be launched and not waited for when another one is launched."""
         ...
 
     def give_drafts(self, place: int) -> None:

@@ -85,28 +85,45 @@ def following(input_ids: Tensor, lines: Tensor | None, num_lines: int, table: Te
     """As `kernels.guesses.following`, all on one GPU."""
     found = torch.empty(num_lines, dtype=torch.int32, device=input_ids.device)
     has_lines = lines is not None
-    given = input_ids, lines if has_lines else input_ids, table, found
-    grid = (triton.cdiv(num_lines, _BLOCK),)
-    _following_kernel[grid](*given, len(input_ids), num_lines, HAS_LINES=has_lines, N=_BLOCK)
+    _following_kernel[(triton.cdiv(num_lines, _BLOCK),)](
+        input_ids,
+        lines if has_lines else input_ids,
+        table,
+        found,
+        len(input_ids),
+        num_lines,
+        HAS_LINES=has_lines,
+        N=_BLOCK,
+    )
     return found
 
 
 def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowStates) -> None:
     """As `kernels.guesses.accept`, all on one GPU."""
     num_guessed, width = guessed.lines.shape
-    given = drawn, following, guessed.rows, guessed.lines, guessed.counts
-    changed = states.shortfalls, states.samples, states.newest
-    sizes = num_guessed, len(states.shortfalls)
-    grid = (triton.cdiv(num_guessed, _BLOCK),)
-    _accept_kernel[grid](*given, *changed, *sizes, WIDTH=width, N=_BLOCK)
+    _accept_kernel[(triton.cdiv(num_guessed, _BLOCK),)](
+        drawn,
+        following,
+        guessed.rows,
+        guessed.lines,
+        guessed.counts,
+        states.shortfalls,
+        states.samples,
+        states.newest,
+        num_guessed,
+        len(states.shortfalls),
+        WIDTH=width,
+        N=_BLOCK,
+    )
 
 
 def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: int) -> Tensor:
     """As `kernels.guesses.move`, all on one GPU."""
-    sizes = len(moves.rows), len(moves.places), len(moves.lines)
-    behind = torch.empty(sizes[-1], dtype=torch.int32, device=shortfalls.device)
+    num_rows, num_places, num_lines = len(moves.rows), len(moves.places), len(moves.lines)
+    behind = torch.empty(num_lines, dtype=torch.int32, device=shortfalls.device)
     lines = planned.lines
-    _move_kernel[(triton.cdiv(max(sizes), _BLOCK),)](
+    most = max(num_rows, num_places, num_lines)
+    _move_kernel[(triton.cdiv(most, _BLOCK),)](
         planned.num_keys,
         planned.positions,
         planned.slots,
@@ -120,7 +137,9 @@ def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: 
         moves.token_rows,
         shortfalls,
         behind,
-        *sizes,
+        num_rows,
+        num_places,
+        num_lines,
         MOVES_LINES=lines is not None,
         BLOCK_SIZE=block_size,
         N=_BLOCK,

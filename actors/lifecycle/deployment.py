@@ -227,8 +227,8 @@ def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
             "env_vars": {
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
-                # The channels handle a pair's failure: NCCL's watchdog would end the worker, and
-                # its monitor would poll the rendezvous.
+                # Channels handle a pair's failure, and gangs their own: NCCL's watchdog would end
+                # the worker, and its monitor would poll the rendezvous.
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
                 "TORCH_NCCL_ENABLE_MONITORING": "0",
                 # A peer that dies while a communicator is made is waited for until then, 30 min by

@@ -287,8 +287,15 @@ class EngineHost:
                 comm = self._ranks.join()
                 from engine.build import build_engine  # imports torch, which takes seconds
 
-                given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-                return build_engine(*given, role=self.role, comm=comm)
+                return build_engine(
+                    self.config,
+                    self.model,
+                    self.clock,
+                    self._on_outgoing,
+                    self._block_key,
+                    role=self.role,
+                    comm=comm,
+                )
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

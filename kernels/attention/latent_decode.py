@@ -49,9 +49,9 @@ from kernels.attention.triton_decode import (
     plan_decode,
 )
 from kernels.device import DeviceProperties, stages_that_fit
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _MAX_TILE_LINES = 64

@@ -36,9 +36,9 @@ from kernels.attention.eight_bits import (
     widen_pairs,
 )
 from kernels.attention.protocol import AttentionShape, RowTensors
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported, prefetch
-from kernels.quant.decode import knows_e4m3
 
 # Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
 MIN_DOT_ROWS = 16

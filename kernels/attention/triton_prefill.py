@@ -37,9 +37,10 @@ from kernels.attention.triton_decode import (
     times_scale,
     with_sink,
 )
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
+from kernels.quant.dequantize import decode_e4m3
 
 _ROW_TILE = 128
 

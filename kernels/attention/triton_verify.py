@@ -43,9 +43,9 @@ from kernels.attention.triton_decode import (
     with_sink,
 )
 from kernels.device import device_properties
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _COMBINED_COLUMNS = 1024  # numbers of a row's output that are combined at once

@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.protocol import RowTensors
+from kernels.instructions import knows_e4m3
 from kernels.kv.append import layer_lines
 from kernels.kv.scales import KvScales, from_e4m3
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3
+from kernels.quant.dequantize import decode_e4m3
 
 _KEYS = 64  # of a program
 

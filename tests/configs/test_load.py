@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import yaml
 
-from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment, load_config
+from configs.errors import ConfigFileError
+from configs.load import PROJECT_ROOT, config_from_environment, load_config
 from configs.schema import AppConfig
 
 DP = "enable_dp_attention: true, expert_parallel: true, tensor_parallel_size: 2"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from configs.load import ConfigFileError, load_config
+from configs.errors import ConfigFileError
+from configs.load import load_config
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.kv.cache import check_blocks

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.kv_transfer.channels.worker_channels import OwnBlockPieces, Pieces
+from actors.kv_transfer.channels.worker_channels import Pieces
 from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.own_blocks import OwnBlockSources
+from actors.kv_transfer.own_blocks import OwnBlockPieces, OwnBlockSources
 from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock

@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.kv.host.staging import StagingRows, num_staged_blocks
 from engine.kv.layout import KvLayout
 from engine.messages import Role
-from engine.runner.replica import num_blocks_that_fit
+from engine.runner.kv_memory import num_blocks_that_fit
 
 LAYOUT = KvLayout.with_heads(
     num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"

@@ -18,9 +18,10 @@ from tests.engine.speculation.eagle_heads import DRAFTS, greedy_proposals, recor
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Kind, assert_same, run, with_shared_prefix
 from tests.engine.speculation.mtp_models import NUM_LAYERS, plain_mtp, save_mtp_model
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.fixture(scope="module")
