@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.text": (*_WORDS, "engine.file_checks"),
     # -- engine: blocks
     "engine.kv.layout": (),
-    "engine.kv.hashes": ("engine.request",),
+    "engine.kv.hashes": ("engine.request", "engine.kv.layout"),
     "engine.kv": (
         "kernels",
         "engine.errors",

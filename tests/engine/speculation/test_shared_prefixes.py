@@ -15,9 +15,10 @@ from tests.engine.speculation.eagle_heads import NUM_LAYERS, save_head
 from tests.engine.speculation.exact_engines import start_exact
 from tests.engine.speculation.guessed_engines import Asked, run
 from tests.engine.speculation.mtp_models import save_mtp_model
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 BLOCK_SIZE = 4
 
 # The first t + 2 tokens of a text -> entry t of the head's K and V, or latents, at various times.
