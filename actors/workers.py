@@ -34,7 +34,7 @@ from engine.ranks.rank import Rank
 if TYPE_CHECKING:
     from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
     from actors.kv_transfer.receiver import HandoffReceiver
-    from engine.build import Engine
+    from engine.engine import Engine
 
 
 class UnifiedWorker(WorkerActor):

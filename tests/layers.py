@@ -172,6 +172,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.messages",
         "engine.ranks",
     ),
+    "engine.engine": ("kernels.compilation", "engine"),
     "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
     "actors.lifecycle": (
@@ -211,6 +212,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *_WORDS,
         "engine.build",
         "engine.core",
+        "engine.engine",
         "engine.kv",
         "engine.layers.context",
         "engine.ranks",
@@ -222,7 +224,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "actors.kv_transfer": (
         "configs",
         *_WORDS,
-        "engine.build",
+        "engine.engine",
         "engine.kv",
         "engine.ranks.asides",
         "engine.ranks.leading",

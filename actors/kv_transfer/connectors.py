@@ -30,7 +30,7 @@ from actors.worker.engine_host import EngineHost
 from actors.worker.kv_connector import KvConnector
 from actors.worker.token_streams import TokenStreams
 from configs.schema import AppConfig
-from engine.build import Engine
+from engine.engine import Engine
 from engine.kv.cache import BlockTerms
 from engine.kv.transfer import DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals

@@ -54,7 +54,7 @@ from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
     from engine.kv.transfer import OutgoingEvent
 
 logger = logging.getLogger(__name__)

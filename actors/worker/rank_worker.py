@@ -33,7 +33,7 @@ from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.rank import Rank
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine

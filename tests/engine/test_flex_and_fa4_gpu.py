@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.models.registry import build_model
 from engine.request import SamplingParams
 from engine.text.tokenizing import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.load import PROJECT_ROOT, load_config
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.runner.graphs import CudaRecorder

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.kv.cache import check_blocks
 from engine.kv.host.shared_file import FOLDER, PREFIX, name_for

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover

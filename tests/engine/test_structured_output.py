@@ -11,8 +11,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from engine.build import Engine
 from engine.constraints.json_schema import restrict
+from engine.engine import Engine
 from engine.messages import Submit, decode, encode
 from engine.request import (
     Constraint,

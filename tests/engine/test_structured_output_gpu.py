@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.build import Engine
 from engine.constraints.json_schema import restrict
+from engine.engine import Engine
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer
 from load_tests.testbed.random_schemas import random_schema

@@ -24,10 +24,10 @@ from actors.worker.engine_host import EngineHost
 from actors.worker.engine_thread import EngineThread
 from actors.worker.worker_actor import WorkerActor
 from configs.resolved import resolve_scheduler
-from engine.build import Engine
 from engine.build_host_tier import BelowDevice
 from engine.clock import Clock
 from engine.core import EngineCore
+from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher

@@ -19,8 +19,9 @@ from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.own_blocks import OwnBlockPieces, OwnBlockSources
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.kv.transfer import HandoffReady, IncomingHandoffs, OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.kv.cache import check_blocks
 from engine.kv.host.movers import BlockMover, build_mover

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.layers.context import Comm
 from engine.request import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import SamplingParams
 from engine.runner.graphs import OverlapStatistics
 from tests.engine.ranks.exact_models import snapped_mixtures

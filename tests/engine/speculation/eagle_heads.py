@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from demo_model.eagle_head import EagleHead
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import Request, SamplingParams
 from engine.speculation.feature_drafter import FeatureDrafter
 from engine.turns import Turns

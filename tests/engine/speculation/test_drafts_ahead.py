@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine import build_drafting
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.llama import attention_shape
 from engine.plan import NEWEST, StepPlan

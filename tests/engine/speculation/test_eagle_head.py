@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from configs.errors import ConfigFileError
 from configs.load import load_config
 from demo_model.eagle_head import EagleHead
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps

@@ -13,7 +13,7 @@ from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.build import Engine
+from engine.engine import Engine
 from engine.layers.context import SINGLE_RANK
 from engine.messages import Role
 from engine.request import SamplingParams

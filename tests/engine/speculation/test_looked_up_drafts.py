@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import SamplingParams
 from tests.engine.speculation.guessed_engines import Asked, assert_same, run
 from tests.harness.in_process import start_engine

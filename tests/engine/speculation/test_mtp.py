@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.errors import ConfigFileError
 from configs.load import load_config
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import Request, SamplingParams
 from engine.speculation.feature_drafter import FeatureDrafter
 from engine.turns import Turns

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.request import SamplingParams
 from engine.runner.graphs import CudaRecorder
