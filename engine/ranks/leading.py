@@ -44,7 +44,7 @@ K = TypeVar("K", int, tuple[int, bool])
 COMPARE_EVERY = 64  # steps
 MAX_IN_FLIGHT = 2  # of a follower, once one was launched; the leader never has more
 MAX_REASON_CHARS = 4000
-LOOK_EVERY_S = 0.2e-3  # at a step whose end others wait for
+LOOK_EVERY_S = 1e-3  # at a step whose end others wait for; a socket is not waited for any shorter
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
