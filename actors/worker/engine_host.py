@@ -49,7 +49,8 @@ from engine.messages import (
     WorkerStatus,
 )
 from engine.ranks.asides import Asides
-from engine.ranks.leading import RankEnd, StepCounts
+from engine.ranks.rank_reports import RankEnd
+from engine.ranks.step_counts import StepCounts
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 

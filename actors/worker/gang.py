@@ -28,9 +28,11 @@ from engine.messages import Role, encode
 from engine.ranks.asides import Asides
 from engine.ranks.board import open_board
 from engine.ranks.heartbeat import Heartbeat
-from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.step_counts import StepCounts
 from engine.request import Constraint
 
 if TYPE_CHECKING:

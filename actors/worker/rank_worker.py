@@ -26,11 +26,12 @@ from engine.clock import MonotonicClock
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, decode
-from engine.ranks.asides import Aside, AsideThreads, Begin, Kind, beside
+from engine.ranks.asides import AsideThreads, Begin, beside
+from engine.ranks.following import Follower, report_failure
 from engine.ranks.heartbeat import Heartbeat
-from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.rank import Rank
+from engine.ranks.ring_messages import Aside, Kind
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -17,40 +17,19 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Literal
-
-import msgspec
 
 from engine.errors import HandoffError, WorkerError
-from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader
+from engine.ranks.plan_ring import PlanRingReader
+from engine.ranks.ring_messages import Aside, AsideAnswer, Kind, encode, split_report
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
-_PART_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of an `AsideAnswer`
+MAX_ERROR_CHARS = 1000
 
-Kind = Literal["heads", "host tier"]  # who does it: heads between workers, blocks to host memory
 Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
 # Called on the thread that steps; what it returns is called beside, and returns what comes of it.
 Begin = Callable[[bytes], Callable[[], bytes]]
-
-
-class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Leader -> followers: do this beside the steps."""
-
-    number: int
-    work: bytes
-    kind: Kind = "heads"
-    num_ended: int = 0  # begin it when so many steps, of those launched, have ended here
-
-
-class AsideAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Follower -> leader: the next part of what came of it, or why nothing did."""
-
-    number: int
-    data: bytes
-    goes_on: bool
-    error: str = ""
 
 
 class AsideAnswers:
@@ -112,7 +91,7 @@ class Asides:
         on any thread; it raises as `ask` does.
         """
         number = next(self._numbers)
-        self._write(msgspec.msgpack.encode(Aside(number, work, kind, num_ended)))
+        self._write(encode(Aside(number, work, kind, num_ended)))
         return partial(self._wait, number)
 
 
@@ -166,12 +145,9 @@ class AsideThreads:
 
     def _answer(self, number: int, data: bytes, error: str) -> None:
         with self._answering:
-            for start in range(0, max(1, len(data)), _PART_BYTES):
-                end = start + _PART_BYTES
-                part = AsideAnswer(
-                    number, data[start:end], goes_on=end < len(data), error=error[:1000]
-                )
-                self._ring.report_in_turn(msgspec.msgpack.encode(part))
+            for part_data, goes_on in split_report(data):
+                part = AsideAnswer(number, part_data, goes_on, error[:MAX_ERROR_CHARS])
+                self._ring.report_in_turn(encode(part))
 
 
 def beside(work: Work) -> Begin:

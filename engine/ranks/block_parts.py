@@ -30,10 +30,10 @@ from engine.layers.context import Comm
 from engine.ranks.agreement import meet, value_of_first
 from engine.ranks.asides import Asides
 from engine.ranks.block_orders import HOST_TIER, LoadParts, SaveParts, decode_order, encode_digests
-from engine.ranks.leading import StepCounts
 from engine.ranks.own_moves import OwnBlocks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
+from engine.ranks.step_counts import StepCounts
 
 
 class BlockParts:

@@ -15,7 +15,7 @@ from engine.kv.host.movers import BlockMover, Copy
 from engine.kv.rank_caches import find_rank
 from engine.ranks.asides import Asides
 from engine.ranks.block_orders import HOST_TIER, LoadParts, SaveParts, decode_order, encode_digests
-from engine.ranks.leading import StepCounts
+from engine.ranks.step_counts import StepCounts
 
 
 class OwnBlocks:

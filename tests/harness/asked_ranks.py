@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from engine.ranks.asides import Asides, AsideThreads, Begin, Kind, Work, beside
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.asides import Asides, AsideThreads, Begin, Work, beside
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.ring_messages import Kind
 
 PATIENCE_S = 60.0
 NO_STEPS: Any = None

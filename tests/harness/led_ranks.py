@@ -13,8 +13,11 @@ from engine.core import Executor
 from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.ranks.asides import Asides, AsideThreads
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.step_counts import StepCounts
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 

@@ -12,9 +12,11 @@ import pytest
 
 from engine.errors import HandoffError, WorkerError
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import Aside, AsideThreads, Work, beside
-from engine.ranks.leading import Follower, LeadingExecutor, Stop
+from engine.ranks.asides import AsideThreads, Work, beside
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.ring_messages import Aside, Stop
 from tests.harness.asked_ranks import PATIENCE_S, AskedRanks, beside_all
 
 NO_REPORTS: Any = None

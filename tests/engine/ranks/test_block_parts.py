@@ -21,7 +21,7 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.ranks.asides import Begin
 from engine.ranks.block_parts import BlockParts, LedMover, PartMover, RankPart
-from engine.ranks.leading import StepCounts
+from engine.ranks.step_counts import StepCounts
 from engine.request import SamplingParams
 from tests.harness.asked_ranks import AskedRanks
 from tests.harness.in_process import answer, start_engine

@@ -9,8 +9,11 @@ from unittest.mock import ANY
 import pytest
 
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import Aside, Asides
-from engine.ranks.leading import Follower, LeadingExecutor, StepCounts
+from engine.ranks.asides import Asides
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
+from engine.ranks.ring_messages import Aside
+from engine.ranks.step_counts import StepCounts
 
 
 @dataclass

@@ -8,8 +8,8 @@ import torch
 from engine.kv.host.movers import build_mover
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
-from engine.ranks.leading import StepCounts
 from engine.ranks.own_moves import OwnBlocks
+from engine.ranks.step_counts import StepCounts
 from tests.harness.asked_ranks import AskedRanks
 
 NUM_BLOCKS = 6
