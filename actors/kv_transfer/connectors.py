@@ -48,7 +48,7 @@ class SendingConnector(KvConnector):
     """Connects a prefill worker: it sends the KV of finished prompts."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
-        config = host.config
+        config, identity = host.config, host.identity_of(engine)
 
         async def find_peer(name: str) -> WorkerHandle:
             return WorkerHandle(name, await find_actor(name, host.namespace))
@@ -61,12 +61,12 @@ class SendingConnector(KvConnector):
             self.give = give_heads(host.spec, engine, rank, host.name)
         channels = _channels(host, engine, pieces)
         self._sender = HandoffSender(
-            host.identity,
+            identity,
             config.handoff,
             engine=host,
             outgoing=engine.outgoing,
             links=PeerLinks(
-                host.identity,
+                identity,
                 config.handoff,
                 channels=channels,
                 find_peer=find_peer,
@@ -151,21 +151,22 @@ class ReceivingConnector(KvConnector):
     """Connects a decode worker: it reserves blocks, receives KV and starts requests on it."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
-        config, loop = host.config, asyncio.get_running_loop()
+        config, identity = host.config, host.identity_of(engine)
+        loop = asyncio.get_running_loop()
         self._incoming = IncomingHandoffs(
             [
                 replace(rank, scheduler=AnnouncedJoins(rank.scheduler, host.streams, loop))
                 for rank in engine.joining_ranks
             ],
             hasher=engine.hasher,
-            identity=host.identity,
+            identity=identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,
             max_rows=engine.limits.scheduler.max_num_seqs,
         )
         pieces = _pieces(host, engine)
         self.receiver = HandoffReceiver(
-            host.identity,
+            identity,
             config.handoff,
             engine=host,
             incoming=self._incoming,
