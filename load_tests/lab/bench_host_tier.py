@@ -21,7 +21,7 @@ import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -208,12 +208,18 @@ class Prompts:
         return IdDialogue(Content(salt=salt, vocab_size=self._vocab_size))
 
 
-def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) -> Result:
+def play(
+    player: Player,
+    prompts: Prompts,
+    asks: Sequence[Ask],
+    at_once: int,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Result:
     """Ask all turns, so many at a time, in their order as far as their conversations allow it."""
     waiting, answers = list(asks), dict[int, Answer]()  # by the turn's index
     running: dict[Hashable, Answer] = {}
     num_prompt_tokens = 0
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    began_s, began_cpu_s = now_s(), time.process_time()
     while waiting or running:
         talking = {answer.ask.session for answer in running.values()}
         while len(running) < at_once:
@@ -224,12 +230,12 @@ def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) ->
             talking.add(ask.session)
             prompt = prompts.of(ask)
             num_prompt_tokens += len(prompt)
-            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=time.perf_counter())
+            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=now_s())
             running[player.begin(prompt, ask.turn.num_output_tokens)] = answer
         for progress in player.step():
             answer = running[progress.key]
             if progress.tokens and not answer.tokens:
-                answer.first_s = time.perf_counter() - answer.began_s
+                answer.first_s = now_s() - answer.began_s
             answer.tokens += progress.tokens
             answer.num_found_tokens = max(answer.num_found_tokens, progress.num_found_tokens)
             if len(answer.tokens) == answer.ask.turn.num_output_tokens:
@@ -242,7 +248,7 @@ def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) ->
         later_s=[answer.first_s for answer in in_turn if answer.ask.number > 0],
         num_prompt_tokens=num_prompt_tokens,
         num_found_tokens=sum(answer.num_found_tokens for answer in in_turn),
-        wall_s=time.perf_counter() - began_s,
+        wall_s=now_s() - began_s,
         cpu_s=time.process_time() - began_cpu_s,
     )
 

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from engine.kv.host.movers import BlockMover, build_mover
+from engine.kv.host.tier import piece_size
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from load_tests.lab.devices import describe_device
 from load_tests.tables import render_rows
 
 NUM_BLOCKS = 256
-NUM_PIECES = 16  # of a load, as of the tier's
 NUM_FEW = 8  # blocks
 NUM_QUEUED = 40  # steps, about 50 ms on an H200
 NUM_REPEATS = 7
@@ -70,10 +70,13 @@ class Copies:
     def save(self) -> None:
         self.mover.save(IDS, IDS)()
 
-    def load(self, num_pieces: int = NUM_PIECES) -> None:
-        copy, size = self.mover.begin_load(), NUM_BLOCKS // num_pieces
-        for i in range(0, NUM_BLOCKS, size):
-            copy(IDS[i : i + size], IDS[i : i + size])
+    def load(self) -> None:
+        """In pieces, as the tier does."""
+        copy, first = self.mover.begin_load(), 0
+        while first < NUM_BLOCKS:
+            end = first + piece_size(first, NUM_BLOCKS, self.store.layout.block_bytes)
+            copy(IDS[first:end], IDS[first:end])
+            first = end
 
     def save_times_ms(self) -> tuple[float, float, float]:
         """Of a save: the steps' stream held (0 on a CPU), the thread that steps, all."""
