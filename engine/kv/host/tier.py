@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Literal, Protocol
 
 from engine.clock import Clock, MonotonicClock
@@ -111,17 +112,40 @@ class HostLoad:
         self.files = files or {}
         self.num_read = 0  # of `files`
         self.num_landed = 0  # from the first one on: there, and checked
-        self.is_over = False  # the device's blocks are not touched any more
         self.problem: Problem | None = None  # of block `num_landed`, which ended it
         self.is_cancelled = False
+        self.has_ended = False  # no thread has anything to do with it any more
+        self._lock = Lock()
+        self._is_reading = False  # a file, or waits for that
+        self._is_let_go = False  # while it read: it must not touch the device any more
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device's blocks are not touched any more."""
+        return self.has_ended or self._is_let_go
 
     def cancel(self) -> None:
-        """What is not under way need not come."""
-        self.is_cancelled = True
+        """What is not under way need not come; over at once if a file is being read."""
+        with self._lock:
+            self.is_cancelled = True
+            self._is_let_go = self._is_let_go or self._is_reading
 
     def resume(self) -> None:
         """Go on after all, unless it is over already."""
-        self.is_cancelled = False
+        with self._lock:
+            self.is_cancelled = self._is_let_go
+
+    def read(self) -> None:
+        """A file is read next: a disk may hang, and must not keep the device's blocks then."""
+        with self._lock:
+            self._is_reading = True
+            self._is_let_go = self.is_cancelled
+
+    def may_move(self) -> bool:
+        """Whether to go on, with blocks of the device."""
+        with self._lock:
+            self._is_reading = False
+            return not self.is_cancelled and self.problem is None
 
 
 class _Save:
@@ -264,8 +288,8 @@ class HostTier:
         """Publishes what has been saved, and removes what was found to be wrong."""
         while self._saves and self._saves[0].is_over and self._publish(self._saves[0]):
             self._saving.difference_update(self._saves.popleft().hashes)
-        if any(load.is_over for load in self._loads):
-            ended = [load for load in self._loads if load.is_over]
+        if any(load.has_ended for load in self._loads):
+            ended = [load for load in self._loads if load.has_ended]
             self._loads = [load for load in self._loads if load not in ended]
             for load in ended:
                 self._end(load)
@@ -369,10 +393,11 @@ class HostTier:
         """On the loading thread: all, or until a block has to be read from a file first."""
         num_blocks = len(load.blocks)
         try:
-            while first < num_blocks and not load.is_cancelled and load.problem is None:
+            while first < num_blocks and load.may_move():
                 size = piece_size(first, num_blocks, self._arena.block_bytes)
                 end = _end_of_piece(load, first, min(first + size, num_blocks))
                 if self._disk is not None and first in load.files and load.num_read <= first:
+                    load.read()
                     self._disk.post(partial(self._read, load, copy, first, end))
                     return
                 self._run_piece(load, copy, first, end)
@@ -381,7 +406,7 @@ class HostTier:
         except Exception:
             logger.exception("the host tier is switched off: a block could not be loaded")
             self._fail(load)
-        load.is_over = True
+        load.has_ended = True
         self._wake()
 
     def _read(self, load: HostLoad, copy: Copy, first: int, end: int) -> None:
