@@ -31,6 +31,7 @@ import msgspec
 
 from configs.load import load_config
 from configs.schema import AppConfig
+from engine.kv.host.tier import HostTier
 from engine.models.llama import CausalLM
 from load_tests.http_load.dialogue import Content, IdDialogue
 from load_tests.http_load.scenario import read_scenario
@@ -52,6 +53,7 @@ ON_GPU: dict[str, object] = {
 HEADER = [
     "run", "first token ms: mean", "p50", "p90", "later turns: mean", "turns/s", "all s", "cpu s",
     "found %", "from host %", "loads", "given up", "unworthy", "tokens computed",
+    "load GB/s",
 ]  # fmt: skip
 
 
@@ -137,6 +139,7 @@ class Result:
     num_loads: int = 0
     num_given_up: int = 0
     num_unworthy: int = 0  # blocks that were found, and sooner computed; at every look
+    load_gb_s: float | None = None  # by which the tier predicts at the end
 
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
@@ -156,6 +159,7 @@ class Result:
             str(self.num_given_up),
             str(self.num_unworthy),
             str(self.num_prompt_tokens - self.num_found_tokens),
+            "-" if self.load_gb_s is None else f"{self.load_gb_s:.1f}",
         ]
 
 
@@ -289,7 +293,13 @@ def run(
         result.num_loads = after.num_waits - before.num_waits
         result.num_given_up = after.num_given_up - before.num_given_up
         result.num_unworthy = after.num_unworthy - before.num_unworthy
+        result.load_gb_s = load_gb_s(ours.engine.host_tier, after.block_bytes)
     return result
+
+
+def load_gb_s(tier: HostTier | None, block_bytes: int) -> float | None:
+    levels = [] if tier is None else tier.levels()
+    return block_bytes / levels[0].block_s / 1e9 if levels else None  # none: it is switched off
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -382,7 +392,8 @@ def draw(args: argparse.Namespace) -> tuple[list[Session], int]:
     num_blocks = max(int(args.share * most) // BLOCK_SIZE, args.max_model_len // BLOCK_SIZE)
     print(
         f"{len(sessions)} conversations, {len(asks)} turns; working set {most} tokens, cache"
-        f" {num_blocks} blocks of {BLOCK_SIZE} ({num_blocks * BLOCK_SIZE / most:.2f} of it)"
+        f" {num_blocks} blocks of {BLOCK_SIZE} ({num_blocks * BLOCK_SIZE / most:.2f} of it)",
+        flush=True,
     )
     return sessions, num_blocks
 

@@ -51,7 +51,7 @@ BESIDE_SAVE_S, BESIDE_LOAD_S = 0.33e-3, 0.74e-3  # that a step takes longer
 COUNTED = ["hit_blocks", "stored", "dropped", "skipped"]
 HEADER = [
     "run", "first token ms: mean", "p50", "p90", "turns/s", "found %", "from host %", "loads",
-    "given up", "unworthy", "tokens computed", *COUNTED, "steps held, ms", "longest",
+    "given up", "unworthy", "tokens computed", "load GB/s", *COUNTED, "steps held, ms", "longest",
 ]  # fmt: skip
 
 
@@ -272,6 +272,7 @@ class Simulation:
             result.num_loads = counts["num_waits"]
             result.num_given_up = counts["num_given_up"]
             result.num_unworthy = counts["num_unworthy_blocks"]
+            result.load_gb_s = bench.load_gb_s(engine.tier, BLOCK_BYTES)
             named = dict(
                 zip(bench.HEADER, [f"{about}, {host_gib:g} GiB", *result.cells()], strict=True)
             )

@@ -18,7 +18,9 @@ def _simulate(*options: str) -> dict[str, dict[str, float]]:
     for host_gib in (0.0, 4.0):
         simulation.run(host_gib)
     _, *rows = simulation.rows
-    return {row[0]: dict(zip(HEADER[1:], map(float, row[1:]), strict=True)) for row in rows}
+    numbers = [[float("nan") if cell == "-" else float(cell) for cell in row[1:]] for row in rows]
+    named = zip((row[0] for row in rows), numbers, strict=True)
+    return {name: dict(zip(HEADER[1:], found, strict=True)) for name, found in named}
 
 
 @pytest.fixture(scope="module")
@@ -46,5 +48,4 @@ def test_where_nothing_comes_back_first_tokens_are_as_early(
 
 
 def test_a_run_is_repeated_exactly(fast: dict[str, dict[str, float]]) -> None:
-    again = _simulate("--kernel-ms", "0")
-    assert all(again[run] == columns for run, columns in fast.items())
+    assert str(_simulate("--kernel-ms", "0")) == str(fast)
