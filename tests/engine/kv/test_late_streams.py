@@ -16,6 +16,7 @@ from engine.kv.layout import KvLayout
 from load_tests.testbed.virtual_time import VirtualLane, VirtualTime
 from tests.engine.kv.arena_process import name_of
 from tests.engine.kv.late_streams import LateDevice, LateEvent, LateStore, LateStream, Row
+from tests.harness.seeds import fresh_random
 
 LAYOUT = KvLayout.with_heads(
     num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32"
@@ -137,7 +138,7 @@ class World:
 def test_every_block_that_comes_back_is_what_was_evicted(
     num_staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(monkeypatch, random.Random(), num_staged)
+    world = World(monkeypatch, fresh_random(), num_staged)
     world.run()
     world.check()
     world.tier.close()
