@@ -26,10 +26,11 @@ from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
+NUM_THREADS = 4  # of each kind of work
 _PART_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of an `AsideAnswer`
 
-Kind = Literal["heads", "host tier"]  # who does it: heads between workers, blocks to host memory
+# What it is: heads between workers; blocks to host memory, and from there.
+Kind = Literal["heads", "host save", "host load"]
 Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
 # Called on the thread that steps; what it returns is called beside, and returns what comes of it.
 Begin = Callable[[bytes], Callable[[], bytes]]
@@ -140,7 +141,11 @@ class AsideThreads:
         self._works = works
         self._on_failure = on_failure
         self._answering = threading.Lock()  # the parts of one answer after the other
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
+        # Of each kind, so that a load does not wait until what was saved before it is copied.
+        self._threads = {
+            kind: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"aside {kind}")
+            for kind in works
+        }
 
     def begin(self, aside: Aside) -> None:
         """Called on the thread that steps; does not wait for the work."""
@@ -148,7 +153,7 @@ class AsideThreads:
             rest = self._works[aside.kind](aside.work)
         except Exception as failure:  # noqa: BLE001 - as if the rest had failed
             rest = partial(_fail, failure)
-        self._threads.submit(self._do, aside.number, rest)
+        self._threads[aside.kind].submit(self._do, aside.number, rest)
 
     def _do(self, number: int, rest: Callable[[], bytes]) -> None:
         data, error = b"", ""
