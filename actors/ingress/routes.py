@@ -160,7 +160,10 @@ class Api:
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
-        app.add_middleware(UnreadBody, limit_s=self._config.edge.upload_timeout_s)
+        edge = self._config.edge
+        app.add_middleware(
+            UnreadBody, limit_s=edge.upload_timeout_s, limit_bytes=edge.max_body_bytes
+        )
         return app
 
     @asynccontextmanager
