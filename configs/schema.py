@@ -231,7 +231,10 @@ class SpeculationConfig(_Section, frozen=True):
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"
     # Steps with drafts of up to so many tokens replay CUDA graphs of their own, and drafts are cut
-    # to what fits, if that is one of each row; 0 = none do.
+    # to what fits, if that is one of each row; 0 = none do. Set it where steps have more tokens
+    # than laps.batch_prefill_max_rows: smaller ones replay graphs of prompts, larger ones would be
+    # launched kernel by kernel. Graphs keep logits: with 150,000 words 0.7 GiB up to 256 tokens,
+    # 1.6 up to 512, 5.1 up to 1,024.
     max_graph_tokens: Annotated[int, Meta(ge=0)] = 0
 
 

@@ -32,7 +32,6 @@ from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
 from actors.ingress.pages import to_json as laps_json
 from actors.ingress.rate_limits import RateLimitError
 from actors.ingress.stopping import StoppingGate
-from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.ingress.unread_body import UnreadBody
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.lifecycle.threads import share_interpreter
