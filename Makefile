@@ -16,6 +16,9 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Tests start hundreds of processes, none of which should compile again what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
+# One tree has one verdict: what tests draw at random follows from it (tests/harness/seeds.py).
+test test-lab: export TEST_SEED ?= $(shell git rev-parse HEAD^{tree} 2>/dev/null)
+
 PYTEST  := $(VENV)/bin/python -m pytest --durations 10
 
 # What needs no GPU and is not for the night.

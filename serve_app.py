@@ -16,11 +16,17 @@ from ray.serve.schema import LoggingConfig
 from actors.ingress.graceful_stop import stop_gracefully_on_signals
 from actors.ingress.http_proxy import set_http_proxy
 from actors.ingress.listening import listen_on
-from actors.ingress.routes import SUPERVISOR, Ingress
-from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, supervisor_options
+from actors.ingress.routes import Ingress
+from actors.lifecycle.deployment import (
+    SUPERVISOR,
+    DeploymentSpec,
+    describe_deployment,
+    supervisor_options,
+)
 from actors.lifecycle.hub import fetch_model
 from actors.lifecycle.preflight import check_startable
-from configs.load import ConfigFileError, config_from_environment, listen_address
+from configs.errors import ConfigFileError
+from configs.load import config_from_environment, listen_address
 from configs.process_environment import set_serve_environment
 from configs.schema import EdgeConfig
 from engine.errors import ConfigError

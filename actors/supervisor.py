@@ -40,7 +40,14 @@ from actors.lifecycle.placement_groups import (
     worker_groups,
 )
 from actors.observability.logs import set_up_logging
-from actors.rpc.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
+from actors.rpc.handles import (
+    AllocatorHandle,
+    WorkerHandle,
+    create_actor,
+    find_actor,
+    ping,
+    wait_answer,
+)
 from engine.errors import WorkerError
 from engine.kv.host.shared_file import UnusedFiles, name_for
 from engine.messages import Topology, WorkerStatus, encode
@@ -276,22 +283,31 @@ class Supervisor:
         helpers.
 
         Old helpers (tokenizers, allocator) are needed until the last old worker has gone; then they
-        get no heartbeats and end by themselves.
+        get no heartbeats and end by themselves. Those that answer nothing, and so cannot end by
+        themselves, are found here, as their own supervisor may have ended: started anew, a worker
+        drains at once, and a helper hears nobody.
         """
         old = list(old_names)
-        workers = [name for name in old if name.startswith(WORKER_PREFIXES)]
-        if not workers or any(self._statuses[n].state != "ready" for n in self._crew.staying):
+        if any(self._statuses[name].state != "ready" for name in self._crew.staying):
             return
+        workers = [name for name in old if name.startswith(WORKER_PREFIXES)]
+        helpers = [name for name in old if name not in workers]
+        for name in old:
+            self._liveness.expect(name)
         await asyncio.gather(
             *(self._drain(name, self._config.lifetimes.drain_s) for name in workers)
         )
-        await asyncio.gather(*(self._ping(name) for name in old if name not in workers))
+        keep = self._ping if workers else self._look_at
+        await asyncio.gather(*(keep(name) for name in helpers))
 
     async def _drain(self, name: str, grace_s: float) -> None:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                handle = WorkerHandle(name, await find_actor(name, self._spec.namespace))
-                await handle.heartbeat()
-                await handle.drain(grace_s)
-        except (WorkerError, TimeoutError) as error:
-            logger.debug("%s: %r", name, error)
+        async def drained(actor: ActorHandle[Any]) -> None:
+            handle = WorkerHandle(name, actor)
+            await handle.heartbeat()
+            await handle.drain(grace_s)
+
+        await self._ask(name, drained)
+
+    async def _look_at(self, name: str) -> None:
+        """Asks an actor for a sign of life, which is no heartbeat for it."""
+        await self._ask(name, lambda actor: wait_answer(name, actor))

@@ -13,8 +13,8 @@ import msgspec
 
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.worker.engine_host import EngineHost
-from actors.worker.engine_worker import EngineWorker
 from actors.worker.kv_connector import KvConnector
+from actors.worker.worker_actor import WorkerActor
 from engine.errors import RequestError, WorkerError
 from engine.messages import (
     CancelTransfer,
@@ -34,10 +34,10 @@ from engine.ranks.rank import Rank
 if TYPE_CHECKING:
     from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
     from actors.kv_transfer.receiver import HandoffReceiver
-    from engine.build import Engine
+    from engine.engine import Engine
 
 
-class UnifiedWorker(EngineWorker):
+class UnifiedWorker(WorkerActor):
     """Prefills and decodes in one process; prompts ride along with decodes."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
@@ -51,7 +51,7 @@ def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -
     return give_heads(spec, engine, rank, name)
 
 
-class PrefillWorker(EngineWorker):
+class PrefillWorker(WorkerActor):
     """Answers with the first token, and sends the KV on."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
@@ -81,7 +81,7 @@ def _pull_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -
     return pull_heads(spec, engine, rank, name)
 
 
-class DecodeWorker(EngineWorker):
+class DecodeWorker(WorkerActor):
     """Takes over requests whose prompt is computed, and finishes them."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:

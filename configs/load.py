@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from configs.contradictions import find_contradiction
-from configs.errors import ConfigFileError as ConfigFileError
+from configs.errors import ConfigFileError
 from configs.keys import KEYS_VARIABLE, with_keys
 from configs.schema import AppConfig, CacheConfig, ModelConfig
 

@@ -101,7 +101,8 @@ class SchedulerConfig(_Section, frozen=True):
     # Kept of a worker's blocks and rows for requests of at most laps_length_threshold tokens, those
     # of their answers so far included; longer ones are preempted for them, the newest first. It is
     # rounded down to whole blocks (none in a cache of fewer than 1 / share), up to rows. 0 = off:
-    # with laps.queue laps, prompts that go first may then keep a long one from its blocks for good.
+    # short ones wait for a row and blocks as others do, and overtake with laps.queue laps, until a
+    # long one has waited max_long_wait_s for its blocks: then nobody takes them before it.
     short_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05
     # Step n + 1 is planned and launched while step n computes; None = on a GPU, not on a CPU.
     overlap: bool | None = None
@@ -230,7 +231,10 @@ class SpeculationConfig(_Section, frozen=True):
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"
     # Steps with drafts of up to so many tokens replay CUDA graphs of their own, and drafts are cut
-    # to what fits, if that is one of each row; 0 = none do.
+    # to what fits, if that is one of each row; 0 = none do. Set it where steps have more tokens
+    # than laps.batch_prefill_max_rows: smaller ones replay graphs of prompts, larger ones would be
+    # launched kernel by kernel. Graphs keep logits: with 150,000 words 0.7 GiB up to 256 tokens,
+    # 1.6 up to 512, 5.1 up to 1,024.
     max_graph_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -358,7 +362,9 @@ class EdgeConfig(_Section, frozen=True):
     max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     max_logit_bias: Positive = 1024  # tokens in `logit_bias`
     request_timeout_s: Seconds = 600.0  # of a request, from its arrival to its last byte
-    upload_timeout_s: Seconds = 60.0  # of a request's body
+    # Of a request's body; what comes of a refused one is dropped for as long, then its connection
+    # is closed.
+    upload_timeout_s: Seconds = 60.0
     # So long may requests under way go on when a replica is stopped; then they end with an error.
     drain_s: Seconds = 10.0
     # Queued tokens over all workers beyond which new requests are refused with 503: before their

@@ -5,46 +5,40 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
-import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.build_drafting import RankDrafting, build_drafting, build_head
-from engine.build_host_tier import BelowDevice, OwnTier, build_below_device, staged_blocks
+from engine.build_host_tier import OwnTier, build_below_device, staged_blocks
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
-from engine.core import DraftingExecutor, EngineCore, StepScheduler
-from engine.errors import ConfigError, RequestError
+from engine.core import EngineCore, StepScheduler
+from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
-from engine.kv.host.disk_tier import DiskStatistics
-from engine.kv.host.tier import HostTier
-from engine.kv.layout import DTYPE_BYTES, KvLayout
+from engine.kv.layout import DTYPE_BYTES
 from engine.kv.rank_caches import RankCaches
 from engine.kv.store import KvStore
-from engine.kv.transfer import JoiningRank, OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
+from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs, OutgoingOfRanks
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, OverlapLoad, Role
-from engine.model_folder import read_folder
+from engine.messages import Role
+from engine.model_folder import ModelFolder, compute_dtype, read_folder
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
 from engine.ranks.rank import SIZE_KEY
 from engine.ranks.shared_stores import RankStore, share_stores
-from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
-    Calibration,
     Footprint,
-    Limits,
+    StepSizes,
     choose_limits,
     choose_sizes,
     describe,
@@ -52,170 +46,17 @@ from engine.runner.auto import (
 )
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
-from engine.runner.measured import Measured
-from engine.runner.replica import Replica, compute_dtype
+from engine.runner.executor_builder import ExecutorBuilder
+from engine.runner.measured_executor import MeasuredExecutor
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
-from engine.scheduling.host_loads import HostLoadStatistics
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.rank_passes import JoinedPasses
 from kernels.compilation import CompilationCounter
-from kernels.device import device_properties
+from kernels.device import DeviceProperties, device_properties
 
 logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """One replica. The thread that steps `core` owns all fields but `kv_store` and `grammars`."""
-
-    spec: ModelSpec  # of the whole model
-    layout: KvLayout  # of this rank's blocks: they hold its KV heads
-    whole_layout: KvLayout  # of blocks with the heads of all ranks: so they move to other workers
-    rank_stores: tuple[RankStore, ...]  # on rank 0 of several that move blocks; else ()
-    max_model_len: int
-    limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
-    cache: BlockCache | RankCaches  # of the ranks' own blocks, with DP attention
-    hasher: RequestHasher
-    executor: Executor
-    kv_store: KvStore
-    grammars: Grammars  # compiled constraints; safe to call from any thread
-    outgoing: OutgoingHandoffs | OutgoingOfRanks  # as `cache`
-    below_device: BelowDevice  # the host tier, or this rank's part of it
-    core: EngineCore
-    draft_passes: DraftModel | JoinedPasses | None  # of the model or head that drafts, if one does
-    compilations: CompilationCounter  # kernels compiled since the engine was ready
-    calibration: Calibration | None = None  # None = the configuration says all in numbers
-
-    @property
-    def host_tier(self) -> HostTier | None:
-        """None = what the cache evicts is lost, or rank 0 has it."""
-        return self.below_device.tier
-
-    @property
-    def shared_cache(self) -> BlockCache:
-        """The blocks of a worker whose ranks have the same requests: not with DP attention."""
-        assert isinstance(self.cache, BlockCache), "each rank has blocks of its own"
-        return self.cache
-
-    @property
-    def shared_scheduler(self) -> Scheduler:
-        """As of `shared_cache`."""
-        assert isinstance(self.core.scheduler, Scheduler), "each rank has a scheduler of its own"
-        return self.core.scheduler
-
-    @property
-    def joining_ranks(self) -> list[JoiningRank]:
-        """Where requests may join whose KV comes: with DP attention one for each rank."""
-        scheduler, cache = self.core.scheduler, self.cache
-        if isinstance(scheduler, DpScheduler) and isinstance(cache, RankCaches):
-            pairs = zip(cache.of_rank, scheduler.of_rank, strict=True)
-            return [
-                JoiningRank(cache=own, scheduler=of_rank, first_block=cache.first_block(rank))
-                for rank, (own, of_rank) in enumerate(pairs)
-            ]
-        return [JoiningRank(cache=self.shared_cache, scheduler=self.shared_scheduler)]
-
-    @property
-    def has_own_blocks(self) -> bool:
-        """Whether each of several ranks has blocks of its own."""
-        return isinstance(self.cache, RankCaches)
-
-    @property
-    def drafting_executor(self) -> DraftingExecutor | None:
-        """Of `draft_passes`."""
-        return None if self.draft_passes is None else self.draft_passes.executor
-
-    def load(self) -> LoadReport:
-        """The replica's current load."""
-        counts = self.core.scheduler.statistics()
-        queued = self.core.queued_work()
-        return LoadReport(
-            queued_tokens=counts.num_queued_tokens,
-            num_waiting=counts.num_waiting,
-            num_running=counts.num_running,
-            num_free_blocks=self.cache.num_available,
-            num_blocks=self.cache.num_blocks,
-            queued_s=queued.queued_s,
-            short=queued.short,
-            room_s=queued.room_s,
-            step_counts=counts.step_counts,
-            num_step_tokens=counts.num_step_tokens,
-            num_preemptions=counts.num_preemptions,
-            num_preemptions_for_others=counts.num_preemptions_for_others,
-            speculation=self.core.scheduler.drafting.load(),
-            host_tier=self._host_tier_load(),
-            two_batches=self._overlap_load(),
-        )
-
-    def expert_totals(self) -> ExpertTotals | None:
-        """How many tokens each expert got; None = not counted, or not yet. Any thread may ask."""
-        loads = self.executor.expert_loads
-        if loads is None or loads.newest is None:
-            return None
-        return ExpertTotals(**dataclasses.asdict(loads.newest))
-
-    def _overlap_load(self) -> OverlapLoad | None:
-        if not self.executor.may_split:
-            return None
-        return OverlapLoad(**dataclasses.asdict(self.executor.two_batches.statistics()))
-
-    def _host_tier_load(self) -> HostTierLoad | None:
-        loads = self.core.scheduler.host_statistics()
-        if self.host_tier is None or loads is None:
-            return None
-        blocks = self.host_tier.statistics()
-        return HostTierLoad(
-            block_bytes=blocks.block_bytes,
-            num_asked=loads.num_asked_blocks,
-            num_hit=loads.num_hit_blocks,
-            num_unworthy=loads.num_unworthy_blocks,
-            num_loaded=blocks.num_loaded,
-            num_wasted=loads.num_wasted_blocks,
-            num_corrupt=blocks.num_corrupt,
-            num_gone=blocks.num_gone,
-            num_stored=blocks.num_stored,
-            num_known=blocks.num_known,
-            num_dropped=blocks.num_dropped,
-            num_skipped=blocks.num_skipped,
-            num_waits=loads.num_waits,
-            num_given_up=loads.num_given_up,
-            wait_s=loads.wait_s,
-            num_blocks=blocks.num_blocks,
-            num_ready=blocks.num_ready,
-            disk=_disk_tier_load(loads, blocks.disk),
-        )
-
-    def close(self) -> None:
-        """Give back what outlives the process; nothing may be called afterwards. Idempotent."""
-        if self.host_tier is not None:
-            self.host_tier.close()
-
-    def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises RequestError for an id outside the vocabulary, which would fail the whole step."""
-        found = find_id_beyond(self.spec.vocab_size, token_ids, params)
-        if found is not None:
-            raise RequestError(
-                f"{found} is not a token id. Expected a value from 0 to {self.spec.vocab_size - 1}."
-            )
-
-    def check_kind(self, params: SamplingParams) -> None:
-        """Raises RequestError for an output from a model without a head, and the reverse."""
-        if params.wants_embedding != (self.spec.pooling is not None):
-            does = "generates" if params.wants_embedding else "makes embeddings"
-            raise RequestError(f"This model {does}.", code="unsupported_endpoint")
-
-    def describe(self) -> str:
-        """One line for the log: the model, the KV blocks and the longest context."""
-        kv_mib = self.layout.block_bytes * self.cache.num_blocks / 2**20
-        return (
-            f"{self.spec.architecture}, {self.spec.num_layers} layers, {self.layout.dtype};"
-            f" {self.cache.num_blocks} KV blocks of {self.layout.block_size} tokens"
-            f" ({kv_mib:.0f} MiB), longest context {self.max_model_len} tokens"
-        )
 
 
 def build_engine(
@@ -241,39 +82,39 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec, kv_scales, layout, whole = read_folder(config, comm.rank)
+    folder = read_folder(config, comm.rank)
+    spec = folder.spec
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
-        given = config, spec, (layout, kv_scales), clock, comm, model, grammars
-        measured = _build_measured(*given, role=role)
+        measured = _build_measured_executor(config, folder, clock, comm, model, grammars, role=role)
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
-        stores = _share_stores(comm, role, spec, store, whole)
+        stores = _share_stores(comm, role, folder, store)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-        below = build_below_device(config, role, key, spec, store, whole, comm, measured.num_staged)
+        below = build_below_device(config, role, key, folder, store, comm, measured.num_staged)
     _forget_counts(executor, compilations)
     max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
-    hasher = _build_hasher(key, model_fingerprint, layout)
+    hasher = RequestHasher.of_blocks(key, model_fingerprint, folder.layout)
     outgoing = _build_outgoing(cache, notify)
-    scheduled = max_model_len, cache, hasher, outgoing, tiers, drafting
+    finish_rules = FinishRules(spec.eos_token_ids, max_model_len)
+    scheduler = _build_scheduler(measured, finish_rules, cache, hasher, outgoing, tiers, drafting)
     return Engine(
         spec=spec,
-        layout=layout,
-        whole_layout=whole,
+        layout=folder.layout,
+        whole_layout=folder.whole_layout,
         rank_stores=stores,
         max_model_len=max_model_len,
         limits=measured.limits,
         cache=cache,
         hasher=hasher,
         executor=executor,
-        kv_store=store,
         grammars=grammars,
         outgoing=outgoing,
         below_device=below,
-        core=_build_core(config, _build_scheduler(spec, measured, *scheduled), measured, clock),
+        core=_build_core(config, scheduler, measured, clock),
         draft_passes=drafting.passes,
         compilations=compilations,
         calibration=measured.calibration,
@@ -281,12 +122,13 @@ def build_engine(
 
 
 def _share_stores(
-    comm: Comm, role: Role, spec: ModelSpec, store: KvStore, whole: KvLayout
+    comm: Comm, role: Role, folder: ModelFolder, store: KvStore
 ) -> tuple[RankStore, ...]:
     """Those of all ranks, on rank 0 of several that move blocks."""
     if comm.rank.size == 1 or role == "unified":
         return ()
-    return share_stores(comm, store, whole, has_own_blocks=spec.has_dp_attention)
+    has_own_blocks = folder.spec.has_dp_attention
+    return share_stores(comm, store, folder.whole_layout, has_own_blocks=has_own_blocks)
 
 
 def _count_compilations(config: AppConfig) -> CompilationCounter:
@@ -306,64 +148,71 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
         )
 
 
-def _build_measured(
+def _build_measured_executor(
     config: AppConfig,
-    spec: ModelSpec,
-    kv: tuple[KvLayout, Tensor | None],
+    folder: ModelFolder,
     clock: Clock,
     comm: Comm,
     model: CausalLM | None,
     grammars: Grammars,
     *,
     role: Role,
-) -> Measured:
-    """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
-    layout, kv_scales = kv
-    element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
-    device, part = device_properties(torch.device(config.model.device)), spec.of_rank(comm.rank)
-    held_bytes = weight_bytes(
-        spec,
-        element_bytes=element_bytes,
-        keeps_quantised=device.is_gpu,
-        rank=comm.rank,
-    )
-    footprint = Footprint.of(part, layout, held_bytes, element_bytes)
-    sizes = value_of_first(comm, choose_sizes(config, device, footprint))
+) -> MeasuredExecutor:
+    """Build for the sizes chosen for the device; measure steps if the configuration needs it."""
+    device = device_properties(torch.device(config.model.device))
+    sizes = _choose_sizes(config, folder, device, comm)
     gpu_bytes = device.memory_bytes if device.is_gpu else 0
-    num_staged = staged_blocks(config, role, layout, gpu_bytes)
-    given = config, part, layout, sizes, model, grammars
-    replica = Replica(
-        *given,
+    num_staged = staged_blocks(config, role, folder.layout, gpu_bytes)
+    builder = ExecutorBuilder(
+        config,
+        spec=folder.spec.of_rank(comm.rank),
+        layout=folder.layout,
+        sizes=sizes,
+        model=model,
+        matchers=grammars,
         sends_blocks=role == "prefill",
-        num_beside=num_staged,
+        num_staged=num_staged,
         comm=comm,
-        kv_scales=kv_scales,
+        kv_scales=folder.kv_scales,
     )
-    head = build_head(config, spec, replica, comm)
-    executor = replica.build_executor()
+    head = build_head(config, folder.spec, builder, comm)
+    executor = builder.build_executor()
     calibration = None
     if needs_calibration(config):
         calibration = calibrate(
             executor,
             sizes,
             num_blocks=executor.kv_store.num_blocks,
-            max_row_tokens=replica.max_row_tokens,
+            max_row_tokens=builder.max_row_tokens,
             clock=clock,
             comm=comm,
         )
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
-    return Measured(
+    return MeasuredExecutor(
         executor=executor,
         limits=limits,
         calibration=calibration,
-        graph_token_sizes=replica.graph_token_sizes,
-        verify_token_sizes=replica.verify_token_sizes,
+        graph_token_sizes=builder.graph_token_sizes,
+        verify_token_sizes=builder.verify_token_sizes,
         sizes=sizes,
         num_staged=num_staged,
         head=head,
     )
+
+
+def _choose_sizes(
+    config: AppConfig, folder: ModelFolder, device: DeviceProperties, comm: Comm
+) -> StepSizes:
+    """The sizes of the largest steps, equal on all ranks."""
+    spec, rank = folder.spec, comm.rank
+    element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
+    held_bytes = weight_bytes(
+        spec, element_bytes=element_bytes, keeps_quantised=device.is_gpu, rank=rank
+    )
+    footprint = Footprint.of(spec.of_rank(rank), folder.layout, held_bytes, element_bytes)
+    return value_of_first(comm, choose_sizes(config, device, footprint))
 
 
 def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None:
@@ -373,17 +222,6 @@ def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None
         executor.expert_loads.reset()
     if executor.may_split:
         executor.two_batches.reset()
-
-
-def _disk_tier_load(loads: HostLoadStatistics, disk: DiskStatistics | None) -> DiskTierLoad | None:
-    if disk is None:
-        return None
-    num_in_memory = loads.num_hit_blocks - loads.num_disk_hit_blocks
-    return DiskTierLoad(
-        num_asked=loads.num_asked_blocks - num_in_memory,
-        num_hit=loads.num_disk_hit_blocks,
-        **asdict(disk),
-    )
 
 
 def _build_caches(
@@ -415,12 +253,6 @@ def _build_outgoing(
     return OutgoingOfRanks(of_rank)
 
 
-def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
-    return RequestHasher(
-        key, model=model_fingerprint, dtype=layout.numbers, block_size=layout.block_size
-    )
-
-
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
     return Grammars(
         lambda: load_vocabulary(
@@ -430,9 +262,8 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 
 
 def _build_scheduler(
-    spec: ModelSpec,
-    measured: Measured,
-    max_model_len: int,
+    measured: MeasuredExecutor,
+    finish_rules: FinishRules,
     cache: BlockCache | RankCaches,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs | OutgoingOfRanks,
@@ -450,7 +281,7 @@ def _build_scheduler(
             hasher=hasher,
             handoff_queue=outgoing,
             block_size=block_size,
-            finish_rules=FinishRules(spec.eos_token_ids, max_model_len),
+            finish_rules=finish_rules,
             laps=measured.limits.laps,
             graph_token_sizes=measured.graph_token_sizes,
             drafting=drafting,
@@ -466,7 +297,7 @@ def _build_scheduler(
 
 
 def _build_core(
-    config: AppConfig, scheduler: StepScheduler, measured: Measured, clock: Clock
+    config: AppConfig, scheduler: StepScheduler, measured: MeasuredExecutor, clock: Clock
 ) -> EngineCore:
     if measured.calibration is not None:
         scheduler.learn(measured.calibration.samples)

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.kv.features import FeaturePlanes
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.model_folder import drafter_folder, load_scales, rank_layout
+from engine.model_folder import DTYPES, drafter_folder, load_scales, rank_layout
 from engine.models.eagle3 import build_eagle3, read_eagle3
 from engine.models.feature_head import FeatureHead
 from engine.models.llama import CausalLM
@@ -28,9 +28,9 @@ from engine.models.mtp import build_mtp
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.shared_stores import part_of
+from engine.runner.executor_builder import ExecutorBuilder
 from engine.runner.exports import NextFeatures, TokenFeatures
-from engine.runner.measured import Measured
-from engine.runner.replica import DTYPES, Replica
+from engine.runner.measured_executor import MeasuredExecutor
 from engine.runner.warm_up import warm_up_ahead
 from engine.scheduling.drafting import DraftCounts, Drafting
 from engine.speculation.controller import SpeculationController
@@ -47,13 +47,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def build_head(
-    config: AppConfig, target: ModelSpec, replica: Replica, comm: Comm
+    config: AppConfig, target: ModelSpec, builder: ExecutorBuilder, comm: Comm
 ) -> FeatureHead | None:
     """This rank's part of the head, if one drafts; from now on steps keep what it reads.
 
     target: of the whole model.
     """
-    folder, model, rank = drafter_folder(config), replica.model, comm.rank
+    folder, model, rank = drafter_folder(config), builder.model, comm.rank
     own = SINGLE_RANK if target.has_dp_attention else comm
     ops, is_deterministic = build_ops(model.device), config.model.deterministic
     match config.speculation.drafter:
@@ -76,8 +76,7 @@ def build_head(
             model.export(None)
             return None
     model.export(head.export)
-    given = head, target, model, own
-    replica.keep_exports(lambda store: TokenFeatures(_planes(store, *given)))
+    builder.keep_exports(lambda store: TokenFeatures(_planes(store, head, target, model, own)))
     return head
 
 
@@ -111,7 +110,7 @@ class _Target:
 
     config: AppConfig
     spec: ModelSpec  # of the whole model
-    measured: Measured
+    measured: MeasuredExecutor
     grammars: Grammars
     comm: Comm
     holds: bool
@@ -130,7 +129,7 @@ class _Target:
 def build_drafting(
     config: AppConfig,
     spec: ModelSpec,
-    measured: Measured,
+    measured: MeasuredExecutor,
     grammars: Grammars,
     clock: Clock,
     comm: Comm,
@@ -221,8 +220,8 @@ def _build_draft_model(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter
             f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
-    replica = _drafting_replica(target, path, own, None)
-    return _build_passes(target, replica, own, DraftModel)
+    builder = _drafting_builder(target, path, own, None)
+    return _build_passes(target, builder, own, DraftModel)
 
 
 def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
@@ -232,19 +231,19 @@ def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDra
     own = SINGLE_RANK if target.spec.has_dp_attention else target.comm
     planes = _planes(executor.kv_store, head, target.spec, executor.model, own)
     head.read_from(planes)
-    replica = _drafting_replica(target, str(drafter_folder(target.config)), head.spec, head.model)
-    replica.keep_exports(lambda _: NextFeatures(planes, target.config.cache.block_size))
-    return _build_passes(target, replica, head.spec, FeatureDrafter)
+    builder = _drafting_builder(target, str(drafter_folder(target.config)), head.spec, head.model)
+    builder.keep_exports(lambda _: NextFeatures(planes, target.config.cache.block_size))
+    return _build_passes(target, builder, head.spec, FeatureDrafter)
 
 
 def _build_passes(
-    target: _Target, replica: Replica, spec: ModelSpec, kind: type[DraftModel]
+    target: _Target, builder: ExecutorBuilder, spec: ModelSpec, kind: type[DraftModel]
 ) -> tuple[DraftingExecutor, _BuildDrafter]:
     """What runs all ranks' passes, and what builds the books of one rank's."""
     measured = target.measured
     if target.holds and measured.executor.can_plan_ahead:
-        replica.draft_for(measured.executor)  # drafts stay on the device
-    executor = replica.build_executor()
+        builder.draft_for(measured.executor)  # drafts stay on the device
+    executor = builder.build_executor()
     can_propose_ahead = executor.guesses is not None and executor.can_plan_ahead
 
     def build(passes: DraftingExecutor, clock: Clock) -> DraftModel:
@@ -252,7 +251,7 @@ def _build_passes(
             passes,
             num_blocks=measured.executor.kv_store.num_blocks,
             block_size=target.config.cache.block_size,
-            max_model_len=replica.max_row_tokens,
+            max_model_len=builder.max_row_tokens,
             max_tokens=measured.sizes.max_tokens,
             now_s=clock.now_s,
             can_propose_ahead=can_propose_ahead,
@@ -263,9 +262,9 @@ def _build_passes(
     return executor, build
 
 
-def _drafting_replica(
+def _drafting_builder(
     target: _Target, path: str, spec: ModelSpec, model: CausalLM | None
-) -> Replica:
+) -> ExecutorBuilder:
     """Like the target's, with as many blocks, for another model.
 
     spec: of the whole model; model: the rank's part, None = load it. A model that is given is a
@@ -309,9 +308,16 @@ def _drafting_replica(
         )
         replaced = msgspec.structs.replace(replaced, workers=workers)
     kv_scales = load_scales(replaced, spec)
-    layout, part = rank_layout(replaced, spec, comm.rank, kv_scales), spec.of_rank(comm.rank)
-    given = replaced, part, layout, target.measured.sizes, model, target.grammars
-    return Replica(*given, comm=comm, kv_scales=kv_scales)
+    return ExecutorBuilder(
+        replaced,
+        spec=spec.of_rank(comm.rank),
+        layout=rank_layout(replaced, spec, comm.rank, kv_scales),
+        sizes=target.measured.sizes,
+        model=model,
+        matchers=target.grammars,
+        comm=comm,
+        kv_scales=kv_scales,
+    )
 
 
 def _attending_as(target: SpeculationConfig) -> SpeculationConfig:

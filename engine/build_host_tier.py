@@ -22,7 +22,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.messages import Role
-from engine.models.spec import ModelSpec
+from engine.model_folder import ModelFolder
 from engine.ranks.block_parts import BlockParts, RankPart, share_arena
 from engine.ranks.own_moves import OwnBlocks, OwnMoves
 
@@ -65,9 +65,8 @@ def build_below_device(
     config: AppConfig,
     role: Role,
     block_key: bytes,
-    spec: ModelSpec,
+    folder: ModelFolder,
     store: KvStore,
-    whole: KvLayout,
     comm: Comm,
     num_staged: int,
 ) -> BelowDevice:
@@ -80,9 +79,9 @@ def build_below_device(
     """
     if not _has_tier(config, role):
         return BelowDevice()
-    size = comm.rank.size
+    size, whole = comm.rank.size, folder.whole_layout
     parts: BlockParts | OwnBlocks = BlockParts(whole, size)
-    if spec.has_dp_attention:
+    if folder.spec.has_dp_attention:
         parts = OwnBlocks(store.num_blocks, size)
     if comm.rank.index > 0:
         mover = share_arena(comm, None, store, parts, num_staged)

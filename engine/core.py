@@ -131,7 +131,7 @@ class DraftingExecutor(Executor, Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Passes that may be launched and not waited for."""
+        """Passes that may be launched and not waited for when another one is launched."""
         ...
 
     def give_drafts(self, place: int) -> None:
@@ -249,7 +249,8 @@ class EngineCore:
     def _count_turn(self, seconds: float) -> None:
         """Planning and launching a step took so long.
 
-        Waits for the device in it do not count: planned earlier, a step would only wait longer.
+        Waits for the device in it do not count: planned earlier, a step would only wait longer. For
+        the same reason a step whose launch waits is not counted at all.
         """
         turn_s = min(max(0.0, seconds - self.scheduler.waited_s), _MAX_TURN_S)
         self._turn_s += (1 - _TURN_DECAY) * (turn_s - self._turn_s)
@@ -287,7 +288,9 @@ class EngineCore:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
             self.scheduler.index_joined()  # while the device computes
-            self._count_turn(self._times.end(Phase.LAUNCH) - began_s)
+            launched_s = self._times.end(Phase.LAUNCH)
+            if not plan.awaits_tokens:
+                self._count_turn(launched_s - began_s)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

@@ -27,7 +27,8 @@ from engine.runner.executor import Executor
 from engine.runner.warm_up import release_step
 from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
-from kernels.attention.select import AttentionNames, build_attention
+from kernels.attention.names import AttentionNames
+from kernels.attention.select import build_attention
 from kernels.kv.scales import MAX_E4M3
 
 WINDOW = 2048  # tokens of a prompt, at most

@@ -3,19 +3,47 @@
 That is the model, the scales of its K and V, and the layouts of its blocks.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
-from configs.schema import AppConfig
-from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from configs.schema import AppConfig, ModelConfig
+from engine.kv.layout import DTYPE_BYTES, ComputeDtype, KvDtype, KvLayout
 from engine.models.eagle3 import read_eagle3
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.mtp import read_mtp
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.rank import WHOLE_MODEL, Rank
-from engine.runner.replica import compute_dtype
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def compute_dtype(model: ModelConfig, spec: ModelSpec) -> ComputeDtype:
+    """The dtype of weights and activations: as configured; "auto" = fp32 on a CPU, else the files'.
+
+    That of K and V too, unless cache.kv_dtype says another.
+    """
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if model.device == "cpu" else spec.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """What one rank knows of its model before it reads any weight."""
+
+    spec: ModelSpec  # of the whole model
+    # fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed
+    kv_scales: Tensor | None
+    layout: KvLayout  # of this rank's blocks: they hold its KV heads
+    whole_layout: KvLayout  # of blocks with the heads of all ranks
 
 
 def _load_spec(config: AppConfig, rank: Rank) -> ModelSpec:
@@ -38,14 +66,15 @@ def load_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
     )
 
 
-def read_folder(
-    config: AppConfig, rank: Rank
-) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
-    """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
+def read_folder(config: AppConfig, rank: Rank) -> ModelFolder:
     spec = _load_spec(config, rank)
     kv_scales = load_scales(config, spec)
-    part = rank_layout(config, spec, rank, kv_scales)
-    return spec, kv_scales, part, rank_layout(config, spec, WHOLE_MODEL, kv_scales)
+    return ModelFolder(
+        spec=spec,
+        kv_scales=kv_scales,
+        layout=rank_layout(config, spec, rank, kv_scales),
+        whole_layout=rank_layout(config, spec, WHOLE_MODEL, kv_scales),
+    )
 
 
 def rank_layout(

@@ -90,6 +90,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.num_new_tokens)
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether launching it waits for the end of the previous step, on some rank."""
+        return any(plan.awaited_rows for plan in self.of_ranks or [self])
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row computes one token and samples the next; there is a row."""
         return all(self.num_samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1

@@ -1,4 +1,7 @@
-"""The Triton form of `kernels.guesses`: one launch for each of its three operations."""
+"""The Triton form of `kernels.guesses`: one launch for each of its three operations.
+
+Tensors are int32 unless stated.
+"""
 
 import torch
 import triton
@@ -12,7 +15,14 @@ _BLOCK = 128
 
 @triton.jit(do_not_specialize=["num_tokens", "num_lines"])
 def _following_kernel(
-    input_ids, lines, table, found, num_tokens, num_lines, HAS_LINES: tl.constexpr, N: tl.constexpr
+    input_ids,  # [T], -1 - r = entry r of the table
+    lines,  # [S], if HAS_LINES
+    table,  # [entries]
+    found,  # [S], output
+    num_tokens,
+    num_lines,
+    HAS_LINES: tl.constexpr,
+    N: tl.constexpr,
 ):
     line = tl.program_id(0) * N + tl.arange(0, N)
     is_real = line < num_lines
@@ -25,11 +35,19 @@ def _following_kernel(
 
 @triton.jit(do_not_specialize=["num_guessed", "num_rows"])
 def _accept_kernel(
-    drawn, following, rows, lines, counts,
-    shortfalls, samples, newest,
-    num_guessed, num_rows,
-    WIDTH: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    drawn,  # [S]
+    following,  # [S]
+    rows,  # int64 [G]
+    lines,  # int64 [G, WIDTH]
+    counts,  # int64 [G]
+    shortfalls,  # [num_rows], output
+    samples,  # [WIDTH, num_rows], output
+    newest,  # [num_rows], output
+    num_guessed,
+    num_rows,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+):
     guess = tl.program_id(0) * N + tl.arange(0, N)
     is_real = guess < num_guessed
     row = tl.load(rows + guess, mask=is_real, other=0)
@@ -52,11 +70,26 @@ def _accept_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_lines"])
 def _move_kernel(
-    num_keys, positions, slots, lines, cu_blocks, block_ids,
-    rows, line_rows, ends, places, token_rows, shortfalls, behind,
-    num_rows, num_tokens, num_lines,
-    MOVES_LINES: tl.constexpr, BLOCK_SIZE: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    num_keys,  # [R], changed
+    positions,  # [T or more], changed
+    slots,  # [T or more], changed
+    lines,  # [S], changed if MOVES_LINES
+    cu_blocks,  # [R + 1]
+    block_ids,  # [N]
+    rows,  # int64 [R], device rows
+    line_rows,  # int64 [S]
+    ends,  # int64 [S]
+    places,  # int64 [T]
+    token_rows,  # int64 [T]
+    shortfalls,  # [max_rows + 1]
+    behind,  # [S], output
+    num_rows,
+    num_tokens,
+    num_lines,
+    MOVES_LINES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+):
     """Element i of the grid is row i, line i and token i; none of these reads what others write."""
     at = tl.program_id(0) * N + tl.arange(0, N)
     is_row, is_line, is_token = at < num_rows, at < num_lines, at < num_tokens
@@ -85,28 +118,45 @@ def following(input_ids: Tensor, lines: Tensor | None, num_lines: int, table: Te
     """As `kernels.guesses.following`, all on one GPU."""
     found = torch.empty(num_lines, dtype=torch.int32, device=input_ids.device)
     has_lines = lines is not None
-    given = input_ids, lines if has_lines else input_ids, table, found
-    grid = (triton.cdiv(num_lines, _BLOCK),)
-    _following_kernel[grid](*given, len(input_ids), num_lines, HAS_LINES=has_lines, N=_BLOCK)
+    _following_kernel[(triton.cdiv(num_lines, _BLOCK),)](
+        input_ids,
+        lines if has_lines else input_ids,
+        table,
+        found,
+        len(input_ids),
+        num_lines,
+        HAS_LINES=has_lines,
+        N=_BLOCK,
+    )
     return found
 
 
 def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowStates) -> None:
     """As `kernels.guesses.accept`, all on one GPU."""
     num_guessed, width = guessed.lines.shape
-    given = drawn, following, guessed.rows, guessed.lines, guessed.counts
-    changed = states.shortfalls, states.samples, states.newest
-    sizes = num_guessed, len(states.shortfalls)
-    grid = (triton.cdiv(num_guessed, _BLOCK),)
-    _accept_kernel[grid](*given, *changed, *sizes, WIDTH=width, N=_BLOCK)
+    _accept_kernel[(triton.cdiv(num_guessed, _BLOCK),)](
+        drawn,
+        following,
+        guessed.rows,
+        guessed.lines,
+        guessed.counts,
+        states.shortfalls,
+        states.samples,
+        states.newest,
+        num_guessed,
+        len(states.shortfalls),
+        WIDTH=width,
+        N=_BLOCK,
+    )
 
 
 def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: int) -> Tensor:
     """As `kernels.guesses.move`, all on one GPU."""
-    sizes = len(moves.rows), len(moves.places), len(moves.lines)
-    behind = torch.empty(sizes[-1], dtype=torch.int32, device=shortfalls.device)
+    num_rows, num_places, num_lines = len(moves.rows), len(moves.places), len(moves.lines)
+    behind = torch.empty(num_lines, dtype=torch.int32, device=shortfalls.device)
     lines = planned.lines
-    _move_kernel[(triton.cdiv(max(sizes), _BLOCK),)](
+    most = max(num_rows, num_places, num_lines)
+    _move_kernel[(triton.cdiv(most, _BLOCK),)](
         planned.num_keys,
         planned.positions,
         planned.slots,
@@ -120,7 +170,9 @@ def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: 
         moves.token_rows,
         shortfalls,
         behind,
-        *sizes,
+        num_rows,
+        num_places,
+        num_lines,
         MOVES_LINES=lines is not None,
         BLOCK_SIZE=block_size,
         N=_BLOCK,

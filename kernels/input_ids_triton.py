@@ -1,4 +1,7 @@
-"""The Triton form of `kernels.input_ids`: one launch for each of its two operations."""
+"""The Triton form of `kernels.input_ids`: one launch for each of its two operations.
+
+Tensors are int32 unless stated.
+"""
 
 import torch
 import triton
@@ -9,7 +12,13 @@ _BLOCK_TOKENS = 256
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _resolve_kernel(input_ids, last_tokens, ids, num_tokens, BLOCK_TOKENS: tl.constexpr):
+def _resolve_kernel(
+    input_ids,  # [T], -1 - r = the last token of row r
+    last_tokens,  # [rows]
+    ids,  # [T], output
+    num_tokens,
+    BLOCK_TOKENS: tl.constexpr,
+):
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_real = token < num_tokens
     given = tl.load(input_ids + token, mask=is_real, other=0)
@@ -19,7 +28,13 @@ def _resolve_kernel(input_ids, last_tokens, ids, num_tokens, BLOCK_TOKENS: tl.co
 
 @triton.jit(do_not_specialize=["num_sampled"])
 def _keep_kernel(
-    token_ids, is_finite, rows, last_tokens, drawn, num_sampled, BLOCK_TOKENS: tl.constexpr
+    token_ids,  # int64 [S]
+    is_finite,  # bool [S]
+    rows,  # [S]
+    last_tokens,  # [rows], output
+    drawn,  # [S], output
+    num_sampled,
+    BLOCK_TOKENS: tl.constexpr,
 ):
     line = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_real = line < num_sampled

@@ -12,10 +12,18 @@ _BLOCK, _NUM_WARPS = 4096, 8
 
 @triton.jit(do_not_specialize=["max_length", "num_rows"])
 def _look_up_kernel(
-    texts, rows, lengths, shortfalls, drafts,
-    max_length, num_rows,
-    MIN_MATCH: tl.constexpr, MAX_MATCH: tl.constexpr, NUM_DRAFTS: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    texts,  # [num_rows, max_length]
+    rows,  # int64 [G], device rows
+    lengths,  # int64 [G]
+    shortfalls,  # [num_rows]
+    drafts,  # [NUM_DRAFTS, num_rows], output
+    max_length,
+    num_rows,
+    MIN_MATCH: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr,
+    N: tl.constexpr,
+):
     row = tl.load(rows + tl.program_id(0))
     length = tl.load(lengths + tl.program_id(0)).to(tl.int32) - tl.load(shortfalls + row)
     text = texts + row * max_length

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch and Ray start: the models are tiny, and threads of two test processes that wait for
 # each other on two cores take four times as long as one thread of each.
@@ -15,7 +16,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
-from hypothesis import settings
+from hypothesis import core, settings
+
+from tests.harness.seeds import TEST_SEED, aside, seed_libraries, seed_of
 
 TESTS = Path(__file__).parent
 LAB = TESTS / "load_tests" / "lab"
@@ -23,6 +26,7 @@ LAB = TESTS / "load_tests" / "lab"
 # A machine that is busy with other tests must not look like an example that takes too long.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+core.global_force_seed = seed_of("hypothesis")
 
 
 def pytest_configure() -> None:
@@ -77,18 +81,29 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the SEED of a file with each of its tests that fail.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test draw the same inputs whatever ran before it in its process."""
+    seed_libraries(seed_of(item.nodeid))
 
-    What a fixture of a module prints is shown with the first test that uses it alone.
-    """
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: Any
+) -> Generator[None, Any, Any]:
+    """Let a fixture that tests share draw the same inputs whichever of them comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with aside(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with each test that fails how it is repeated."""
     report = yield
-    seed = getattr(getattr(item, "module", None), "SEED", None)
-    if report.failed and seed is not None:
-        report.sections.append(("SEED of this file", str(seed)))
+    if report.failed:
+        report.sections.append(("random inputs", f"TEST_SEED={TEST_SEED}"))
     return report
 
 

@@ -120,6 +120,7 @@ def _modules(*rooms: str) -> list[Module]:
 Rule = Callable[[Module], list[str]]
 CODE = _modules(*ROOMS)
 TESTS = _modules("tests")
+BY_NAME = {module.name: module for module in (*CODE, *TESTS)}
 
 
 # ---- rules: module -> offences -------------------------------------------------------------------
@@ -169,6 +170,23 @@ def imports_of_the_lab(module: Module) -> list[str]:
 def relative_imports(module: Module) -> list[str]:
     nodes = [node for node in module.nodes if isinstance(node, ast.ImportFrom)]
     return [f"line {node.lineno}" for node in nodes if node.level > 0]
+
+
+def imports_from_importers(module: Module) -> list[str]:
+    """Names imported from a module that only imports them; a package may export its modules'."""
+    offences = []
+    for node in module.nodes:
+        if isinstance(node, ast.ImportFrom) and node.module in BY_NAME:
+            imported = _imported_names(BY_NAME[node.module])
+            names = [alias.name for alias in node.names if alias.name in imported]
+            offences += [f"{node.module}.{name}" for name in names]
+    return offences
+
+
+def _imported_names(module: Module) -> set[str]:
+    """What a module imports at its top: functions may import what they share a name with."""
+    imports = [n for n in module.nodes if isinstance(n, ast.ImportFrom) and n.col_offset == 0]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def remote_calls(module: Module) -> list[str]:
@@ -258,6 +276,20 @@ def too_many_parameters(module: Module) -> list[str]:
     return offences
 
 
+def pointers_without_shapes(module: Module) -> list[str]:
+    """A kernel's signature is where a reader looks up what a pointer leads to."""
+    lines = ["", *module.source.splitlines()]
+    return [
+        f"{kernel.name}: {arg.arg}"
+        for kernel in _functions(module)
+        if kernel.name.endswith("_kernel")
+        for arg in kernel.args.args
+        if arg.arg.endswith("_ptr")
+        and "#" not in lines[arg.lineno]
+        and not lines[arg.lineno - 1].lstrip().startswith("#")
+    ]
+
+
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -269,6 +301,7 @@ CODE_RULES: tuple[Rule, ...] = (
     third_party_out_of_place,
     imports_of_tests,
     relative_imports,
+    imports_from_importers,
     remote_calls,
     environment_reads,
     reads_of_the_time_of_day,
@@ -277,10 +310,12 @@ CODE_RULES: tuple[Rule, ...] = (
     forbidden_names,
     too_long,
     too_many_parameters,
+    pointers_without_shapes,
 )
 TEST_RULES: tuple[Rule, ...] = (
     imports_of_the_lab,
     relative_imports,
+    imports_from_importers,
     forbidden_names,
     too_long,
 )
@@ -322,6 +357,7 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (imports_of_tests, "load_tests.lab.soak", "from tests.harness.fakes import EOS_TOKEN_ID"),
         (imports_of_the_lab, "tests.engine.test_core", "from load_tests.lab import soak"),
         (relative_imports, "engine.core", "from .errors import EngineError"),
+        (imports_from_importers, "serve_app", "from configs.load import ConfigFileError"),
         (remote_calls, "actors.ingress.routes", "worker.submit.options(x=1).remote(data)"),
         (environment_reads, "engine.build", "import os\nx = os.environ['A']"),
         (environment_reads, "engine.build", "from os import getenv"),
@@ -342,6 +378,7 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (too_long, "engine.core", "x = 1\n" * (MAX_FILE_LINES + 1)),
         (too_long, "engine.core", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (too_many_parameters, "engine.core", "def f(a, b, c, d, *, e, g, h, i, j): ..."),
+        (pointers_without_shapes, "kernels.rope", "def _rope_kernel(\n    x_ptr,\n    n,\n): ..."),
         (
             too_many_parameters,
             "engine.core",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from actors.ingress.prompt_tokens import num_prompt_chars
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.replica_exchange import OtherReplicas
-from actors.openai.protocol import Prompt
+from actors.openai.prompts import Prompt
 from actors.routing.worker_links import WorkerLink
 from engine.errors import CapacityError
 

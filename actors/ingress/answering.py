@@ -139,7 +139,7 @@ class Answering:
         if self._config.edge.log_prompts:
             logger.info("asked: %s", parsed.prompts)
         num_tokens = estimate_tokens(parsed.prompts)
-        max_answer_tokens = 0 if parsed.scoring is not None else parsed.max_tokens
+        max_answer_tokens = 0 if parsed.prompt_only is not None else parsed.max_tokens
         with edge.admission.admitted(num_tokens, max_answer_tokens) as leave_queue:
             accounting = self._open_accounting(request, parsed, times, num_tokens, leave_queue)
             try:

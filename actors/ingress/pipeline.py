@@ -18,7 +18,6 @@ from actors.openai.bad_words import banned_sequences
 from actors.openai.chat_text import hold_behind_thinking
 from actors.openai.protocol import (
     ParsedRequest,
-    ServedModel,
     check_totals,
     child_seed,
     replace_params,
@@ -26,6 +25,7 @@ from actors.openai.protocol import (
 )
 from actors.openai.response_parts import read_records
 from actors.openai.response_writers import build_output_text
+from actors.openai.served_model import ServedModel
 from engine.clock import Clock
 from engine.length_class import LengthClass, LinearCost, classify
 from engine.messages import Assign, TokenRecord

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.openai.protocol import Prompt
+from actors.openai.prompts import Prompt
 from actors.rpc.handles import BatcherHandle
 from engine.clock import Clock
 from engine.errors import CapacityError, RequestError, WorkerError

@@ -32,7 +32,7 @@ from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
 from actors.ingress.pages import to_json as laps_json
 from actors.ingress.rate_limits import RateLimitError
 from actors.ingress.stopping import StoppingGate
-from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
+from actors.ingress.unread_body import UnreadBody
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
@@ -61,8 +61,6 @@ from engine.text.chat_template import describe_tokenizer
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
-BODY_STANDS_STILL = 408
-CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Parse = Callable[[bytes], ParsedRequest]
@@ -153,7 +151,7 @@ class Api:
             open_paths=self._config.api.open_paths,
         )
         if self._config.api.cors_origins:
-            # Outermost: a browser asks without a key whether it may ask.
+            # Around the keys: a browser asks without one whether it may ask.
             app.add_middleware(
                 CORSMiddleware,
                 allow_origins=self._config.api.cors_origins,
@@ -161,6 +159,7 @@ class Api:
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
+        app.add_middleware(UnreadBody, limit_s=self._config.edge.upload_timeout_s)
         return app
 
     @asynccontextmanager
@@ -348,10 +347,6 @@ class Api:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
         headers = reply.headers | (error.headers if isinstance(error, RateLimitError) else {})
-        # A body that is too long goes on coming, and the server drops it: a client whose connection
-        # is closed while it sends may lose the answer.
-        if reply.status == BODY_STANDS_STILL:
-            headers |= CLOSE
         return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from ray import serve
 
+from actors.lifecycle.deployment import SUPERVISOR
 from actors.rpc.handles import (
     AllocatorHandle,
     BatcherHandle,
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 START_POLL_S = 0.1
 
-SUPERVISOR = "supervisor"
 SUPERVISOR_TIMEOUT_S = 5.0
 ALLOCATOR_TIMEOUT_S = 2.0
 BEAT_TIMEOUT_S = 1.0
@@ -86,12 +86,7 @@ def block_hasher(topology: Topology) -> RequestHasher | None:
     for status in topology.workers.values():
         identity = status.identity
         if identity is not None:
-            return RequestHasher(
-                identity.block_key,
-                model=identity.model,
-                dtype=identity.layout.numbers,
-                block_size=identity.layout.block_size,
-            )
+            return RequestHasher.of_blocks(identity.block_key, identity.model, identity.layout)
     return None
 
 

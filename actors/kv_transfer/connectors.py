@@ -8,14 +8,14 @@ import msgspec
 
 from actors.kv_transfer.channels.worker_channels import (
     ByRanks,
-    KvPieces,
-    OwnBlockPieces,
     Pieces,
     WorkerChannels,
     device_channels,
 )
 from actors.kv_transfer.contracts import PieceBytes
 from actors.kv_transfer.faulty_pieces import FaultyPieces
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.rank_links import Giver, GiversOffer, HeadGiver, Wires
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
@@ -30,8 +30,9 @@ from actors.worker.engine_host import EngineHost
 from actors.worker.kv_connector import KvConnector
 from actors.worker.token_streams import TokenStreams
 from configs.schema import AppConfig
-from engine.build import Engine
-from engine.kv.transfer import BlockTerms, DecodeScheduler, IncomingHandoffs, OutgoingEvent
+from engine.engine import Engine
+from engine.kv.cache import BlockTerms
+from engine.kv.transfer import DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
 from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank
@@ -231,10 +232,10 @@ def _pieces(host: EngineHost, engine: Engine) -> Pieces:
     handoff = host.config.handoff
     if not engine.rank_stores:
         return KvPieces(engine.kv_store, names_blocks=handoff.pull_by_ranks)
-    given = engine.rank_stores, host.steps, handoff.transfer_deadline_s
+    stores, deadline_s = engine.rank_stores, handoff.transfer_deadline_s
     if engine.has_own_blocks:
-        return OwnBlockPieces(*given)
-    return RankPieces(*given, names_blocks=handoff.pull_by_ranks)
+        return OwnBlockPieces(stores, host.steps, deadline_s)
+    return RankPieces(stores, host.steps, deadline_s, names_blocks=handoff.pull_by_ranks)
 
 
 def _channels(host: EngineHost, engine: Engine, pieces: Pieces) -> WorkerChannels:

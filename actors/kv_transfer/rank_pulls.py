@@ -249,8 +249,7 @@ class PullsByRanks:
     async def open_links(self, request: PairRequest) -> CudaIpcReceiver[RankedSource]:
         """Every rank links to those of the sender. Raises UnfitError, HandoffError, WorkerError."""
         offer, number = read_givers(request.offer), next(self._numbers)
-        given = request.channel, request.epoch, request.rendezvous_key
-        order = LinkSource(number, offer, *given)
+        order = LinkSource(number, offer, request.channel, request.epoch, request.rendezvous_key)
         return await self._open(request.epoch, order, RankedSource(number, offer.num_blocks))
 
     async def _open(

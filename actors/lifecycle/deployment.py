@@ -22,6 +22,7 @@ from engine.kv.host.disk import kept_key
 from engine.messages import Role
 
 VERSION = "0.1.0"
+SUPERVISOR = "supervisor"  # by this name Serve keeps it as an actor of the deployment
 HASH_DIGITS = 8
 BLOCK_KEY_BYTES = 32
 EDGE_ONLY = ("name", "edge", "api", "tracing")
@@ -227,8 +228,8 @@ def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
             "env_vars": {
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
-                # The channels handle a pair's failure: NCCL's watchdog would end the worker, and
-                # its monitor would poll the rendezvous.
+                # Channels handle a pair's failure, and gangs their own: NCCL's watchdog would end
+                # the worker, and its monitor would poll the rendezvous.
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
                 "TORCH_NCCL_ENABLE_MONITORING": "0",
                 # A peer that dies while a communicator is made is waited for until then, 30 min by

@@ -122,7 +122,8 @@ def has_supervisor(spec: DeploymentSpec) -> bool:
 class LivenessTracker:
     """Counts calls without an answer in time, by actor; the caller chooses the time limit.
 
-    An actor that has never answered is not counted: it may wait for a device, or load.
+    An actor that has never answered is not counted, as it may wait for a device, or load; unless
+    it is expected to answer.
     """
 
     def __init__(self) -> None:
@@ -131,6 +132,10 @@ class LivenessTracker:
     def answered(self, name: str) -> None:
         """Notes an answer: from now on this actor is expected to answer."""
         self._counts[name] = 0
+
+    def expect(self, name: str) -> None:
+        """Expects answers of an actor though it may never have given one."""
+        self._counts.setdefault(name, 0)
 
     def forget(self, name: str) -> None:
         """Stops expecting answers of an actor that died or starts, until it answers again."""

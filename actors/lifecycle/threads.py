@@ -3,8 +3,9 @@
 import sys
 
 # A worker's event loop and its engine's thread wake each other several times a step, and each is
-# soon done. With Python's 5 ms, one that wants to go on waits until the other happens to give the
-# interpreter away; with this, it takes it.
+# soon done; a rank beside the first launches steps beside threads that move blocks. With Python's
+# 5 ms, one that wants to go on waits until the other happens to give the interpreter away; with
+# this, it takes it.
 SWITCH_S = 1e-4
 
 

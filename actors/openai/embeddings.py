@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from actors.openai.prompt_only import Embedding
 from actors.openai.prompts import MAX_CHARS_PER_TOKEN, Prompt, PromptReader, read_truncation
 from actors.openai.protocol import MAX_SCORED_TOKENS, Endpoint, ParsedRequest
 from actors.openai.request_bodies import EmbeddingBody, decode_body, unsupported
@@ -22,7 +23,6 @@ from actors.openai.response_objects import (
     to_json,
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
-from actors.openai.scoring import Embedding
 from actors.openai.served_model import EmbeddingSpace, ServedModel, check_embeds, check_model
 from configs.schema import EdgeConfig
 from engine.messages import TokenizeRequest
@@ -63,7 +63,7 @@ def parse_embedding(body: bytes, limits: EdgeConfig, model: ServedModel) -> Pars
             priority=asked.priority or 0,
             salt=read_cache_identity(asked.cache_salt, asked.extra_key),
         ),
-        scoring=Embedding(
+        prompt_only=Embedding(
             num_dimensions=asked.dimensions,
             is_normalised=space.is_normalised,
             as_base64=asked.encoding_format == "base64",

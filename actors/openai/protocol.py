@@ -14,6 +14,7 @@ import msgspec
 from actors.openai.answer_shapes import AnswerShape
 from actors.openai.chat_dialect import ToolFormat
 from actors.openai.output_rules import check_can_end, read_constraint
+from actors.openai.prompt_only import PromptOnly
 from actors.openai.prompts import (
     Prompt as Prompt,
 )
@@ -47,9 +48,7 @@ from actors.openai.request_rules import (
     read_logit_bias,
     read_stops,
 )
-from actors.openai.scoring import Embedding, PairScoring, Reranking, Scoring
-from actors.openai.served_model import ServedModel as ServedModel
-from actors.openai.served_model import check_generates
+from actors.openai.served_model import ServedModel, check_generates
 from actors.openai.tool_rules import ToolUse, hold_harmony, read_tool_use
 from actors.openai.tools.harmony import HarmonyTokens
 from configs.schema import EdgeConfig
@@ -101,8 +100,8 @@ class ParsedRequest:
     skips_special_tokens: bool = True  # False: the text of special tokens is shown
     names_tokens_by_id: bool = False  # log-probabilities call a token `token_id:7`
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
-    # What the answer says of prompts; None = outputs.
-    scoring: Scoring | Reranking | PairScoring | Embedding | None = None
+    # What is asked of the prompts where nothing is generated; None = outputs are.
+    prompt_only: PromptOnly | None = None
     shape: AnswerShape | None = None  # of another protocol's answer; None = the endpoint's own
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls
@@ -303,7 +302,7 @@ def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
     Raises RequestError.
     """
     total = sum(prompt_lengths)
-    if parsed.scoring is not None and total > MAX_SCORED_TOKENS:
+    if parsed.prompt_only is not None and total > MAX_SCORED_TOKENS:
         raise invalid(
             parsed.endpoint.value,
             f"the prompts have {total} tokens together. Expected at most {MAX_SCORED_TOKENS}; send"

@@ -16,11 +16,11 @@ from actors.openai.answer_shapes import ResponsesShape
 from actors.openai.chat_writers import ChatStream, ChatUnary
 from actors.openai.completion_writers import CompletionStream, CompletionUnary
 from actors.openai.embeddings import EmbeddingUnary
+from actors.openai.prompt_only import Embedding
 from actors.openai.protocol import Endpoint, ParsedRequest
 from actors.openai.response_parts import ResponseIdentity
 from actors.openai.responses.writer import ResponsesWriter
 from actors.openai.scores import ScoreUnary
-from actors.openai.scoring import Embedding
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizing import Tokenizing
@@ -43,10 +43,10 @@ def build_writer(
 ) -> ResponseWriter:
     if isinstance(parsed.shape, ResponsesShape):
         return ResponsesWriter(parsed, identity, tokenizing, parsed.shape)
-    if isinstance(parsed.scoring, Embedding):
-        return EmbeddingUnary(parsed, identity, parsed.scoring)
-    if parsed.scoring is not None:
-        return ScoreUnary(parsed, identity, parsed.scoring)
+    if isinstance(parsed.prompt_only, Embedding):
+        return EmbeddingUnary(parsed, identity, parsed.prompt_only)
+    if parsed.prompt_only is not None:
+        return ScoreUnary(parsed, identity, parsed.prompt_only)
     match parsed.endpoint, parsed.stream:
         case Endpoint.CHAT, True:
             return ChatStream(parsed, identity, tokenizing)

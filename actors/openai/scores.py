@@ -4,11 +4,13 @@ A label is a token; the request asks how likely it is after a prompt, and nothin
 Knows no HTTP and no workers.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
 from msgspec import UNSET
 
+from actors.openai.prompt_only import PairScoring, Reranking, Scoring
 from actors.openai.prompts import MAX_CHARS_PER_TOKEN, Prompt, check_prompt_chars, prompt_too_long
 from actors.openai.protocol import MAX_SCORED_TOKENS, Endpoint, ParsedRequest
 from actors.openai.request_bodies import RerankBody, RerankDocument, ScoreBody, decode_body
@@ -33,7 +35,6 @@ from actors.openai.response_objects import (
     to_json,
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
-from actors.openai.scoring import PairScoring, Reranking, Scoring, probabilities
 from actors.openai.served_model import ServedModel, check_generates
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -162,7 +163,7 @@ def _parsed(
             priority=asked.priority or 0,
             salt=read_cache_identity(asked.cache_salt, asked.extra_key),
         ),
-        scoring=scoring,
+        prompt_only=scoring,
     )
 
 
@@ -276,6 +277,21 @@ def _question(
         # The answer has to be the next token; templates that know no thinking ignore it.
         chat_template_kwargs={"enable_thinking": False},
     )
+
+
+def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:
+    """Returns each label's probability, or its share among the labels.
+
+    A label that the model rules out (-inf) has 0; if it rules out all of them, each share is 0.
+    """
+    if not apply_softmax:
+        return [math.exp(value) for value in logprobs]
+    best = max(logprobs)
+    if best == -math.inf:
+        return [0.0] * len(logprobs)
+    weights = [math.exp(value - best) for value in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
 
 
 class ScoreUnary:

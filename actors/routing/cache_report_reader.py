@@ -81,8 +81,9 @@ class CacheReportReader:
         incarnation = link.incarnation
         try:
             async with asyncio.timeout(PATIENCE_S):
-                after = self._last_sequence(link.name), self._tiers_after(link.name)
-                cache_report = await link.handle.cache_report(*after)
+                cache_report = await link.handle.cache_report(
+                    self._last_sequence(link.name), self._tiers_after(link.name)
+                )
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", link.name, error)
             return

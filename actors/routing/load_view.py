@@ -62,8 +62,8 @@ class PlacementView:
         for link in links:
             if link.is_draining and link.role in staying:
                 continue
-            hit = hit_tokens.get(link.name, 0), stored.get(link.name, NOTHING_STORED)
-            snapshots.append(self._snapshot(link, labels.get(link.name), *hit))
+            num_hit, in_tiers = hit_tokens.get(link.name, 0), stored.get(link.name, NOTHING_STORED)
+            snapshots.append(self._snapshot(link, labels.get(link.name), num_hit, in_tiers))
         return snapshots
 
     def note(self, assign: Assign, num_prompt_tokens: int) -> None:

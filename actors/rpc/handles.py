@@ -102,6 +102,11 @@ async def ping(name: str, actor: ActorHandle[Any]) -> None:
     await _answer(actor.ping.remote(), name)
 
 
+async def wait_answer(name: str, actor: ActorHandle[Any]) -> None:
+    """Waits until an actor of any kind answers; it does not count that as a heartbeat."""
+    await _answer(cast("Any", actor).__ray_ready__.remote(), name)
+
+
 async def _answer(reference: Awaitable[T], name: str) -> T:
     """Await a call, translating what Ray raises."""
     try:

@@ -54,7 +54,7 @@ from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
     from engine.kv.transfer import OutgoingEvent
 
 logger = logging.getLogger(__name__)
@@ -287,8 +287,15 @@ class EngineHost:
                 comm = self._ranks.join()
                 from engine.build import build_engine  # imports torch, which takes seconds
 
-                given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-                return build_engine(*given, role=self.role, comm=comm)
+                return build_engine(
+                    self.config,
+                    self.model,
+                    self.clock,
+                    self._on_outgoing,
+                    self._block_key,
+                    role=self.role,
+                    comm=comm,
+                )
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

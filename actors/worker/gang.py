@@ -232,8 +232,8 @@ class Gang:
         until_s = time.monotonic() + NAME_IS_FREE_S
         while True:
             try:
-                given = spec, name, encode(place), self._beside
-                return create_actor(ray.remote(RankWorker), options, *given)
+                rank_worker = ray.remote(RankWorker)
+                return create_actor(rank_worker, options, spec, name, encode(place), self._beside)
             except ValueError as error:
                 if time.monotonic() > until_s:
                     raise WorkerError(f"{name} of another incarnation does not end") from error

@@ -14,7 +14,7 @@ from engine.clock import Clock
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
+from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.worker.faulty_steps import FaultySteps
 from actors.worker.loading import EngineLoader
@@ -32,7 +33,7 @@ from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.rank import Rank
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class RankWorker:
         Raises RingError when rank 0 is dead already.
         """
         set_up_logging()
+        share_interpreter()
         self._spec = spec
         self._name = name
         self._beside = beside
@@ -139,8 +141,14 @@ class RankWorker:
         try:
             shared = engine.kv_store.shared
             on_step_end = None if shared is None else shared.count_step
-            given = executor, self._ring, engine.grammars.prepare, on_step_end
-            Follower(*given, self._begin_aside(engine), engine.drafting_executor).run()
+            Follower(
+                executor,
+                self._ring,
+                engine.grammars.prepare,
+                on_step_end,
+                self._begin_aside(engine),
+                engine.drafting_executor,
+            ).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
             self._end_leader(LEADER_ENDS_S, "does not end")

@@ -17,7 +17,7 @@ from engine.messages import Submit
 from engine.request import Request, RequestKey
 
 if TYPE_CHECKING:
-    from engine.build import Engine
+    from engine.engine import Engine
 
 MAX_ABORTED_KEYS = 4096
 

@@ -8,6 +8,10 @@ knows which chain a request belongs to. Knows no blocks and no index.
     root    = H(model, dtype, salt, adapter, extra_key)
     hash[0] = H(root    | tokens of block 0)
     hash[i] = H(hash[i-1] | tokens of block i)
+
+What EAGLE-3 heads and MTP layers keep of a token depends on the next token, too. Where one drafts,
+the tokens of a block in these formulas are one more: the first token of the next block, which must
+be known. So requests whose texts part at the end of a block share the blocks before that one only.
 """
 
 import struct
@@ -18,6 +22,7 @@ from typing import Self
 
 import msgspec
 
+from engine.kv.layout import KvLayout
 from engine.request import Request
 
 HASH_BYTES = 16
@@ -61,32 +66,36 @@ def extend_hashes(
     token_ids: Sequence[int],
     block_size: int,
     hashes: list[bytes],
+    *,
+    num_ahead: int = 0,
 ) -> None:
     """Append to `hashes` the hash of every full block of `token_ids` that it does not cover yet.
 
-    `hashes[i]` must name tokens [0, (i + 1) * block_size) under the same key and root. The cost is
-    one division if there is no new full block. Token ids are packed as little-endian uint32; one
+    num_ahead: known tokens behind a block that its hash covers besides. `hashes[i]` must name
+    tokens [0, (i + 1) * block_size + num_ahead) under the same key and root. The cost is one
+    division if there is no new full block. Token ids are packed as little-endian uint32; one
     outside [0, 2**32) raises struct.error.
     """
     num_known = len(hashes)
-    num_full = len(token_ids) // block_size
+    num_full = max(0, len(token_ids) - num_ahead) // block_size
     if num_full == num_known:
         return
     assert num_full > num_known, (
         f"{num_known} hashes known for {len(token_ids)} tokens in blocks of {block_size}"
     )
-    pack, keyed = _packer(block_size), _keyed(key)
+    num_covered = block_size + num_ahead
+    pack, keyed = _packer(num_covered), _keyed(key)
     parent = hashes[-1] if hashes else root
     for start in range(num_known * block_size, num_full * block_size, block_size):
         block = keyed.copy()
-        block.update(parent + pack(*token_ids[start : start + block_size]))
+        block.update(parent + pack(*token_ids[start : start + num_covered]))
         parent = block.digest()
         hashes.append(parent)
 
 
 @lru_cache
-def _packer(block_size: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{block_size}I").pack
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{num_tokens}I").pack
 
 
 @lru_cache
@@ -102,6 +111,7 @@ class BlockHashParams(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
     block_size: int  # tokens
+    num_ahead: int = 0  # tokens behind a block that its hash covers besides
 
 
 class RequestHasher:
@@ -114,28 +124,43 @@ class RequestHasher:
             model=hash_params.model,
             dtype=hash_params.dtype,
             block_size=hash_params.block_size,
+            num_ahead=hash_params.num_ahead,
         )
 
-    def __init__(self, key: bytes, *, model: str, dtype: str, block_size: int) -> None:
-        self.hash_params = BlockHashParams(key=key, model=model, dtype=dtype, block_size=block_size)
+    @classmethod
+    def of_blocks(cls, key: bytes, model: str, layout: KvLayout) -> Self:
+        """Of blocks of this layout, which a model with this fingerprint fills."""
+        return cls(
+            key,
+            model=model,
+            dtype=layout.numbers,
+            block_size=layout.block_size,
+            num_ahead=layout.num_hashed_ahead,
+        )
+
+    def __init__(
+        self, key: bytes, *, model: str, dtype: str, block_size: int, num_ahead: int = 0
+    ) -> None:
+        self.hash_params = BlockHashParams(
+            key=key, model=model, dtype=dtype, block_size=block_size, num_ahead=num_ahead
+        )
         self._key = key
         self._block_size = block_size
+        self._num_ahead = num_ahead
         self._root = lru_cache(maxsize=4096)(
             lambda salt: root_hash(key, model=model, dtype=dtype, salt=salt)
         )
 
     def extend(self, request: Request) -> None:
         """Append the hash of every full block of the request's known tokens."""
-        extend_hashes(
-            self._key,
-            self._root(request.spec.salt),
-            request.tokens,
-            self._block_size,
-            request.block_hashes,
-        )
+        self._extend(request.tokens, request.spec.salt, request.block_hashes)
 
     def chain(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
         """The hashes [16 bytes each] of a prompt's full blocks, without a `Request`."""
         hashes: list[bytes] = []
-        extend_hashes(self._key, self._root(salt), token_ids, self._block_size, hashes)
+        self._extend(token_ids, salt, hashes)
         return hashes
+
+    def _extend(self, token_ids: Sequence[int], salt: str, hashes: list[bytes]) -> None:
+        root, size = self._root(salt), self._block_size
+        extend_hashes(self._key, root, token_ids, size, hashes, num_ahead=self._num_ahead)

@@ -103,6 +103,14 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.dtype} {self.scales}" if self.scales else self.dtype
 
     @property
+    def num_hashed_ahead(self) -> int:
+        """Tokens behind a block that its hash covers, too (`engine/kv/hashes.py`).
+
+        Vectors are kept for a drafter that reads each beside the next token.
+        """
+        return 1 if self.num_feature_layers else 0
+
+    @property
     def block_bytes(self) -> int:
         token_bytes = sum(
             kind.num_layers * plane.token_bytes for kind in self.kinds for plane in kind.planes

@@ -4,7 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import Linear, LinearWeight
 from engine.layers.operations import Op, plain_mlp
 from kernels.ops import Ops
 

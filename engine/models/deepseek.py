@@ -8,8 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
+from engine.layers.build_linear import build_linear
 from engine.layers.latent_attention import LatentAttention, QueryUp
-from engine.layers.linear import LinearWeight, build_linear
+from engine.layers.linear import LinearWeight
 from engine.layers.norm import RmsNorm
 from engine.layers.quantized_weight import dequantize
 from engine.models.latent_spec import LatentSpec

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.attention import ProjectedTokens, SelfAttention
+from engine.layers.build_linear import build_linear
 from engine.layers.context import Comm
-from engine.layers.linear import LinearWeight, build_linear
+from engine.layers.linear import LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.attention import Attention, SelfAttention
+from engine.layers.build_linear import build_linear
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
 from engine.layers.decoder import DecoderLayer, OutputNormLayer
-from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
+from engine.layers.linear import Gated, Identity, Linear, LinearWeight
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow, Op, run_in_order

@@ -10,8 +10,7 @@ from enum import Enum
 from engine.models.latent_spec import LatentSpec
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.spec import ModelSpec
-from engine.ranks.rank import WHOLE_MODEL as WHOLE_MODEL
-from engine.ranks.rank import Rank as Rank
+from engine.ranks.rank import Rank
 
 BODY = "model."  # begins the names of all tensors but the head
 EMBEDDING = "model.embed_tokens.weight"

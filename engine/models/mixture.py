@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.layers.linear import WeightFormat, build_linear
+from engine.layers.build_linear import build_linear
+from engine.layers.linear import WeightFormat
 from engine.layers.mlp import build_mlp
 from engine.layers.moe import (
     Experts,

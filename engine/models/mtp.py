@@ -23,7 +23,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.layers.attention import SelfAttention
-from engine.layers.linear import Linear, LinearWeight, build_linear
+from engine.layers.build_linear import build_linear
+from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow

@@ -17,12 +17,13 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import MIDDLE, Scales
-from engine.models.llama_weights import Rank, StackedTensor
+from engine.models.llama_weights import StackedTensor
 from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.quantized_formats import Numbers, read_numbers
 from engine.models.quantized_tensors import Axis, Portion, published_tensors
+from engine.ranks.rank import Rank
 from kernels.quant.int4 import pack_int4
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 
 _SUFFIX = ".weight"
 _MAX_FP8 = 448.0

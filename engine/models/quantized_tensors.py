@@ -23,19 +23,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.errors import ConfigError
-from engine.models.llama_weights import (
-    WHOLE_MODEL,
-    Rank,
-    Split,
-    StackedTensor,
-    layer_tensors,
-    outer_tensors,
-)
+from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
 from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
-from engine.ranks.rank import SIZE_KEY
-from kernels.quant.runs import reads_sizes
+from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
+from kernels.quant.sizes import reads_sizes
 
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"

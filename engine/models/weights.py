@@ -25,13 +25,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
-from engine.models.llama_weights import (
-    WHOLE_MODEL,
-    Rank,
-    StackedTensor,
-    layer_tensors,
-    outer_tensors,
-)
+from engine.models.llama_weights import StackedTensor, layer_tensors, outer_tensors
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantization import Quantization
 from engine.models.quantized_loading import DecodedStack, PublishedPart, QuantizedStack
@@ -46,6 +40,7 @@ from engine.models.source_reading import read_source
 from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights, find_tensors
+from engine.ranks.rank import WHOLE_MODEL, Rank
 
 NUM_LANES = 4
 # Large enough that a transfer takes far longer than starting it, small enough to split a tensor.

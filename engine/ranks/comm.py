@@ -12,8 +12,7 @@ the element's place in it. Where a row's sum must not, parts are gathered and ad
 
 On a CPU an operation has ended when its method returns, or WorkerError is raised after `timeout_s`.
 On a GPU it is queued in the current stream, and can be captured in a CUDA graph. One that a peer
-never joins ends this process after `timeout_s`, by NCCL's watchdog, which logs it. The watchdog
-does not see replays of a graph, so whoever waits for a step needs a deadline of its own.
+never joins does not end: whoever waits for a step needs a deadline of its own.
 """
 
 import logging
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from engine.errors import WorkerError
 from engine.layers.context import Comm, FusedSums
+from engine.ranks.nccl_deadlines import NO_WATCHDOG
 from engine.ranks.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ def connect_ranks(
     """Meet the other ranks at `store`; returns when all have come and a first sum is right.
 
     Every rank calls it once with the same size, an equal store and its own device. `timeout_s`
-    limits this, and later every operation. uses_peer_memory: if the GPUs can; for measurements.
-    in_rank_order: an element's sum depends on its parts alone, which costs NCCL time.
+    limits this, and later every operation in host memory. uses_peer_memory: if the GPUs can; for
+    measurements. in_rank_order: an element's sum depends on its parts alone, which costs NCCL time.
     Raises WorkerError.
     """
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -209,7 +209,10 @@ class NcclRanks:
         *,
         in_rank_order: bool = False,
     ) -> None:
-        """NCCL itself connects with the first operation. in_rank_order: see `connect_ranks`."""
+        """NCCL itself connects with the first operation.
+
+        timeout_s: of `wait_queued`. in_rank_order: see `connect_ranks`.
+        """
         self.rank = rank
         self._host = host
         self._store = store
@@ -218,7 +221,7 @@ class NcclRanks:
         self._gathers_sums = in_rank_order and rank.size > 2  # two parts have one sum
         nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
         options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = NO_WATCHDOG
         self._group: Any = nccl(store, rank.index, rank.size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@
 
 The leader has the only scheduler. A follower decides nothing: what it computes, samples and keeps
 follows from the plans alone, so its tokens are the leader's. That is checked: every so many steps
-the followers report a digest of the plan and its tokens, and the leader gives the step's result out
-only when all agree. Results of other steps a follower throws away.
+the followers report a digest of the plan and its tokens, and the leader gives the next step's
+result out only when all agree. The reports come while that step computes, so nobody waits for them.
+Where every step is compared, none is given out before. Results of other steps a follower throws
+away, after it has launched what comes next.
 
 Where a model drafts, its passes go the same way, between the steps (`LeadingPasses`). They are not
 compared: other drafts would show in the tokens of the step that verifies them.
@@ -31,6 +33,7 @@ from engine.core import DraftingExecutor, Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.asides import Aside, AsideAnswer, AsideAnswers
+from engine.ranks.heartbeat import LOOKS
 from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRing, PlanRingReader, RingError
 from engine.request import Constraint
 
@@ -39,9 +42,9 @@ T = TypeVar("T")
 K = TypeVar("K", int, tuple[int, bool])
 
 COMPARE_EVERY = 64  # steps
-MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
+MAX_IN_FLIGHT = 2  # of a follower, once one was launched; the leader never has more
 MAX_REASON_CHARS = 4000
-LOOK_EVERY_S = 0.2e-3  # at a step whose end others wait for
+LOOK_EVERY_S = 1e-3  # at a step whose end others wait for; a socket is not waited for any shorter
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -165,7 +168,9 @@ class RankReports:
             def is_complete() -> bool:
                 return len(said.get(step, {})) == len(ranks)
 
-            self._changed.wait_for(lambda: is_complete() or self._end, timeout_s)
+            for _ in range(LOOKS):  # each is cut short where all ranks are stopped and go on
+                if self._changed.wait_for(lambda: is_complete() or self._end, timeout_s / LOOKS):
+                    break
             if is_complete():
                 return said.pop(step)
             if self._end is not None:
@@ -263,9 +268,10 @@ class LeadingExecutor:
         patience_s: float,
         steps: StepCounts | None = None,
     ) -> None:
-        """compare_every: steps. patience_s: so long followers may take to report a step.
+        """compare_every: steps; 1 = no result is given out before all ranks agree on it.
 
-        steps: kept here; None = nobody asks.
+        patience_s: so long followers may take to report a step. steps: kept here; None = nobody
+        asks.
         """
         self._executor = executor
         self._ring = ring
@@ -274,6 +280,7 @@ class LeadingExecutor:
         self._patience_s = patience_s
         self._steps = steps or StepCounts()
         self._num_launched = 0
+        self._comparison: _Comparison | None = None  # of the step launched last, if it is compared
 
     def lead_drafts(self, executor: DraftingExecutor) -> "LeadingPasses":
         """The executor of rank 0 that drafts for this one's rows, led likewise."""
@@ -289,9 +296,17 @@ class LeadingExecutor:
         pending = _launch_counted(self._executor, plan, self._steps)
         if plan.of_ranks:
             return _JoinedStep(plan, pending, self._reports, self._patience_s)
+        before, self._comparison = self._comparison, None
+        if before is not None:
+            pending = _StepAfter(pending, before)
         if not is_compared:
             return pending
-        return _ComparedStep(pending, message, self._reports, self._patience_s)
+        comparison = _Comparison(message, self._reports, self._patience_s)
+        pending = _ComparedStep(pending, comparison)
+        if self._compare_every == 1:
+            return _StepAfter(pending, comparison)
+        self._comparison = comparison
+        return pending
 
     def compile(self, constraint: Constraint) -> None:
         """Tell the followers to compile a constraint in the background; on the launching thread."""
@@ -361,29 +376,62 @@ class _CountedStep:
         return result
 
 
-class _ComparedStep:
-    """A step whose result counts only if every rank has the same."""
+class _Comparison:
+    """Of what a step came to on every rank."""
 
-    def __init__(
-        self, pending: PendingStep, message: bytes, reports: RankReports, patience_s: float
-    ) -> None:
-        self._pending = pending
+    def __init__(self, message: bytes, reports: RankReports, patience_s: float) -> None:
+        """message: the step's Launch, as it was sent."""
         self._message = message
         self._reports = reports
         self._patience_s = patience_s
+        self._own: StepResult | None = None  # None = the step has not ended
+
+    def take(self, own: StepResult) -> None:
+        self._own = own
+
+    def check(self) -> None:
+        """Raises WorkerError if a rank has other tokens, or says nothing in time."""
+        assert self._own is not None, "steps are waited for in the order of their launches"
+        step, digest = self._own.step, _digest(self._message, self._own)
+        found = self._reports.wait_digests(step, self._patience_s)
+        others = sorted(rank for rank, other in found.items() if other != digest)
+        if others:
+            raise WorkerError(f"step {step}: ranks {others} have other tokens than rank 0")
+
+
+class _ComparedStep:
+    """A step whose result the other ranks report, too."""
+
+    def __init__(self, pending: PendingStep, comparison: _Comparison) -> None:
+        self._pending = pending
+        self._comparison = comparison
 
     @property
     def is_done(self) -> bool:
         return self._pending.is_done
 
     def wait(self) -> StepResult:
-        """Raises WorkerError if a rank has other tokens, or says nothing in time."""
         result = self._pending.wait()
-        own = _digest(self._message, result)
-        found = self._reports.wait_digests(result.step, self._patience_s)
-        others = sorted(rank for rank, digest in found.items() if digest != own)
-        if others:
-            raise WorkerError(f"step {result.step}: ranks {others} have other tokens than rank 0")
+        self._comparison.take(result)
+        return result
+
+
+class _StepAfter:
+    """A step whose result is given out only after a comparison."""
+
+    def __init__(self, pending: PendingStep, comparison: _Comparison) -> None:
+        """comparison: of the step before, or of this one."""
+        self._pending = pending
+        self._comparison = comparison
+
+    @property
+    def is_done(self) -> bool:
+        return self._pending.is_done
+
+    def wait(self) -> StepResult:
+        """Raises WorkerError as `_Comparison.check` does."""
+        result = self._pending.wait()
+        self._comparison.check()
         return result
 
 
@@ -500,17 +548,21 @@ class Follower:
                     self._drafts.give_drafts(place)
 
     def _launch(self, plan: StepPlan, compared: bytes | None) -> None:
-        self._leave_in_flight(MAX_IN_FLIGHT - 1, is_draft=False)
         self._in_flight.append(_Followed(self._executor.launch(plan), compared, _joined(plan)))
+        self._leave_in_flight(MAX_IN_FLIGHT, is_draft=False)
 
     def _launch_pass(self, plan: StepPlan) -> None:
         assert self._drafts is not None, "the leader has a model that drafts"
-        self._leave_in_flight(self._drafts.max_in_flight - 1, is_draft=True)
         step = self._drafts.launch(plan)
         self._in_flight.append(_Followed(step, joined=_joined(plan), is_draft=True))
+        self._leave_in_flight(self._drafts.max_in_flight, is_draft=True)
 
     def _leave_in_flight(self, num_left: int, *, is_draft: bool) -> None:
-        """Ends the oldest until so many passes, or other steps, are left at most."""
+        """Ends the oldest until so many passes, or other steps, are left at most.
+
+        After a launch, not before: those have ended on the leader, and the device waits for the
+        launch.
+        """
         while [one.is_draft for one in self._in_flight].count(is_draft) > num_left:
             self._finish_oldest()
 
@@ -523,7 +575,7 @@ class Follower:
             if self._in_flight[0].step.is_done:
                 self._finish_oldest()
                 continue
-            look_s = 0.0 if self._must_report else LOOK_EVERY_S
+            look_s = 0.0 if self._is_joined else LOOK_EVERY_S
             if (message := self._ring.read(timeout_s=look_s)) is not None:
                 return message
         message = self._ring.read()
@@ -532,7 +584,12 @@ class Follower:
 
     @property
     def _must_report(self) -> bool:
-        return any(f.message or f.joined is not None for f in self._in_flight)
+        return self._is_joined or any(followed.message for followed in self._in_flight)
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether the leader gives out no result of a step before this rank's is there."""
+        return any(followed.joined is not None for followed in self._in_flight)
 
     def _finish_oldest(self) -> None:
         """Waits for the step launched first: its buffers are free again, its errors are raised."""

@@ -17,6 +17,8 @@ however that ended. Readers get it over a Unix socket in the abstract namespace,
 file either. The socket stays open: it carries wakes to a reader, short reports to the writer, and
 its end is the first sign that the process on the other side is dead, whatever it was doing. One
 that stands still is not dead: so each side counts beats, at which the other looks (heartbeat.py).
+A limit of `stuck_s` is LOOKS waits of a part of it, so that a side which was itself stopped for
+long, and goes on, gives the other one time to go on as well.
 
 **Memory order.** The writer stores bytes, then the piece's number; a reader that sees the number
 sees the bytes, because x86 lets other processors see stores in their order and loads happen in
@@ -42,6 +44,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.errors import ConfigError, WorkerError
+from engine.ranks.heartbeat import LOOKS
 
 SLOT_BYTES = 64 * 1024
 NUM_SLOTS = 32
@@ -212,14 +215,16 @@ class PlanRing:
         """Until every reader has taken `piece`."""
         if self._all_took(piece):
             return
-        deadline_s = time.monotonic() + self._stuck_s
-        while not self._all_took(piece):
-            if self._ends.poll(0):
-                raise RingError("a rank is dead")
-            if time.monotonic() > deadline_s:
-                stuck = [r for r in self._readers if self._taken(r) < piece]
-                raise RingError(f"reader {stuck} took nothing for {self._stuck_s:.0f} s")
-            time.sleep(LOOK_EVERY_S)
+        for _ in range(LOOKS):
+            until_s = time.monotonic() + self._stuck_s / LOOKS
+            while time.monotonic() < until_s:
+                if self._ends.poll(0):
+                    raise RingError("a rank is dead")
+                time.sleep(LOOK_EVERY_S)
+                if self._all_took(piece):
+                    return
+        stuck = [r for r in self._readers if self._taken(r) < piece]
+        raise RingError(f"reader {stuck} took nothing for {self._stuck_s:.0f} s")
 
     def _all_took(self, piece: int) -> bool:
         return all(self._taken(reader) >= piece for reader in self._readers)
@@ -307,7 +312,8 @@ class PlanRingReader:
             return data
         pieces = [data]
         while goes_on:
-            if not self._wait_piece(time.monotonic() + self._stuck_s):
+            looks = range(LOOKS)
+            if not any(self._wait_piece(time.monotonic() + self._stuck_s / LOOKS) for _ in looks):
                 raise RingError(f"the writer left a message unfinished for {self._stuck_s:.0f} s")
             data, goes_on = self._take()
             pieces.append(data)

@@ -53,8 +53,7 @@ from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import TwoBatches
-from engine.sampling.sampled import RowSampler as RowSampler
-from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampled import RowSampler, SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens
@@ -143,7 +142,7 @@ class Executor:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not waited for."""
+        """Steps that may be launched and not waited for when another one is launched."""
         return self._num_in_flight
 
     @property
@@ -265,13 +264,17 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
-        given = self._captured_steps(), recorder, report
         self._graphs.capture(
-            *given, prompts=prompts, verify=verify, row_tokens=self._max_row_samples
+            self._captured_steps(),
+            recorder,
+            report,
+            prompts=prompts,
+            verify=verify,
+            row_tokens=self._max_row_samples,
         )
         assert self._graphs.decode is not None, "captured just now"
-        tables = self._rows.tokens, self._rows.blocks
-        self._decode_run = DecodeRun(self._graphs.decode.buffers, *tables, self.layout.block_size)
+        buffers, rows = self._graphs.decode.buffers, self._rows
+        self._decode_run = DecodeRun(buffers, rows.tokens, rows.blocks, self.layout.block_size)
 
     def capture_split_decodes(
         self, recorder: Recorder, report: Callable[[str], None], *, min_rows: int
@@ -280,15 +283,17 @@ class Executor:
 
         The rule given to `overlap_two_batches` says which of both a step replays.
         """
-        given = self._captured_steps(), self.two_batches, recorder, report
-        self._graphs.capture_split_decodes(*given, min_rows=min_rows)
+        self._graphs.capture_split_decodes(
+            self._captured_steps(), self.two_batches, recorder, report, min_rows=min_rows
+        )
 
     def capture_split_verification(
         self, recorder: Recorder, report: Callable[[str], None], *, min_tokens: int
     ) -> None:
         """Likewise of steps with drafts of at least so many tokens, if such steps were captured."""
-        given = self._captured_steps(), self.two_batches, recorder, report
-        self._graphs.capture_split_verification(*given, min_tokens=min_tokens)
+        self._graphs.capture_split_verification(
+            self._captured_steps(), self.two_batches, recorder, report, min_tokens=min_tokens
+        )
 
     def _captured_steps(self) -> CapturedSteps:
         return CapturedSteps(
@@ -440,9 +445,13 @@ class Executor:
             result = self._passes.forward_to_last(batch, self._table.flat)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
-            lines, checks = batch.logit_indices, not plan.is_decode
-            given = batch, self._table.flat, lines
-            result = self._passes.forward(*given, checks_finite=checks, meeting=meeting)
+            result = self._passes.forward(
+                batch,
+                self._table.flat,
+                batch.logit_indices,
+                checks_finite=not plan.is_decode,
+                meeting=meeting,
+            )
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
@@ -538,9 +547,15 @@ class Executor:
     def _write_batch(
         self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
-        tables = self._rows.tokens, self._rows.blocks, self.layout
-        few = self._passes.attention.max_few_tokens
-        batch = write_input_batch(plan, *tables, buffers, padded_to=padded_to, max_few_tokens=few)
+        batch = write_input_batch(
+            plan,
+            self._rows.tokens,
+            self._rows.blocks,
+            self.layout,
+            buffers,
+            padded_to=padded_to,
+            max_few_tokens=self._passes.attention.max_few_tokens,
+        )
         if self.guesses is None:
             return batch
         return self.guesses.move(plan, batch, buffers, self.layout.block_size)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.runner.graph_sizes import GraphSize, PromptForm, PromptSizes
 from engine.runner.inputs import StepBuffers
-from engine.sampling.sampler import GreedyChoice
 from kernels.attention.protocol import AttentionStep
+from kernels.sampling.rows import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

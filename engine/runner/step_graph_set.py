@@ -128,12 +128,12 @@ class StepGraphSet:
 
     def choose_common(self, step: DpStep) -> tuple[StepGraphs | None, GraphSize | None]:
         """As `choose`, of a step of ranks with DP attention: the same on all of them."""
-        tokens = step.max_tokens, step.longest_row
-        is_short = step.has_drafts and not step.is_decode and step.longest_row <= self._row_tokens
+        max_tokens, longest_row = step.max_tokens, step.longest_row
+        is_short = step.has_drafts and not step.is_decode and longest_row <= self._row_tokens
         if self.verify is not None and is_short:
-            return self._choose_verify(step.max_rows, *tokens)
+            return self._choose_verify(step.max_rows, max_tokens, longest_row)
         graphs = self.decode if step.is_decode else self.prompt
-        size = graphs.size_for(step.max_lines, *tokens) if graphs else None
+        size = graphs.size_for(step.max_lines, max_tokens, longest_row) if graphs else None
         if step.is_decode and size is not None:
             graphs = self.of_decodes(size)
         return graphs, size

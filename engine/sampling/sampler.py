@@ -18,12 +18,10 @@ from engine.sampling.draw import build_draw
 from engine.sampling.feature import Ahead, LogitFeature, at, lines_ahead, positions_of
 from engine.sampling.logprobs import Labels, Logprobs
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
-from engine.sampling.sampled import LogprobTensors, SampledTensors
+from engine.sampling.sampled import SampledTensors
 from engine.sampling.staging import Staging
 from kernels.sampling.rows import GreedyChoice
 from kernels.sampling.rows import greedy as greedy_choice
-
-__all__ = ["GreedyChoice", "LogprobTensors", "SampledTensors", "Sampler"]
 
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -83,7 +83,11 @@ class Capacity:
         entering = [r for r in (request, self._reserve.first_long) if r is not None]
         num_available = self._cache.num_available
         is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
-        if not self._reserve.is_on or is_ample:
+        if is_ample:
+            return BlockTerms(num_spare_blocks=len(self._running))
+        if not self._reserve.is_on:
+            if self._reserve.overtakes_aged(request, now_s):
+                return None
             return BlockTerms(num_spare_blocks=len(self._running))
         held = self._reserve.holdings(self._running)
         return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes, now_s=now_s)

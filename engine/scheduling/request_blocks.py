@@ -96,13 +96,15 @@ class RequestBlocks:
         """Add the blocks that the first `num_computed_tokens` tokens fill to the prefix index.
 
         The ids of these tokens must be known and their KV must be known to be finite.
-        `request.num_computed_tokens` may be larger, because it also counts a step in flight.
+        `request.num_computed_tokens` may be larger, because it also counts a step in flight. A
+        block whose hash covers the next token is left out if that is not known.
         """
         num_full = num_computed_tokens // self.block_size
         if num_full <= request.num_indexed_blocks:
             return
         if self._cache.keeps_prefixes:
             self._hasher.extend(request)
+            num_full = min(num_full, len(request.block_hashes))
             for i in range(request.num_indexed_blocks, num_full):
                 parent = request.block_hashes[i - 1] if i else None
                 self._cache.index(request.block_ids[i], request.block_hashes[i], parent)

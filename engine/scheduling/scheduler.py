@@ -236,11 +236,12 @@ class Scheduler:
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
         for i in step.without_token(result):
             self._end_without_token(step, i, result, output)
-        for request, num_computed_tokens in step.filled:
+        endings = self._append_sampled(step, result, output)
+        for request, num_computed_tokens in step.filled:  # hashes may cover what was sampled
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._handoff_queue.advance(request)
-        for ending in self._append_sampled(step, result, output):
+        for ending in endings:
             self._end(ending, output)
         self._running.resume(step.held)
         for i, block_ids in step.left_block_ids.items():

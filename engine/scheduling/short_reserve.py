@@ -9,6 +9,9 @@ not the length of its prompt. `share` of the blocks and of the rows is the reser
     a long request overtakes another that has waited `max_long_wait_s` only where both fit;
     no row is kept idle: a long request may take the last one until a short request waits for it.
 
+With a `share` of 0 nothing is reserved and nobody is preempted for another; but whoever overtakes a
+long request that has waited `max_long_wait_s`, short or long, enters only where both fit.
+
 A victim is always long and the last in `order` (the queue's). It is preempted for a long decode
 that would grow into the reserve, for a short request that does not fit within it, or for a long
 request that waits although one behind it in `order` runs. The last two cases skip requests that
@@ -22,6 +25,7 @@ Bounds, for a request that needs no more blocks than there are:
   their tokens are cached, or they are due earlier) take what it needs for `max_long_wait_s` at
   most. So it runs after a bounded time, and then the next one is first. No request starves unless
   more important ones keep arriving.
+- With a `share` of 0 it waits, beyond `max_long_wait_s`, for those that run to end.
 - A request that has made n tokens was preempted for others at most n / `threshold` + 1 times.
   A short one causes at most one preemption for each block and row that it takes.
 
@@ -88,8 +92,10 @@ class ShortReserve:
 
     def add(self, request: Request) -> None:
         """The request waits from now on; its known tokens do not change while it does."""
-        if self.is_on:
-            (self._long if self.is_long(request) else self._short).add(request)
+        if self.is_long(request):
+            self._long.add(request)
+        elif self.is_on:
+            self._short.add(request)
 
     def remove(self, key: RequestKey) -> None:
         """The request no longer waits."""
@@ -146,7 +152,7 @@ class ShortReserve:
         """
         num_running = held.num_short + len(held.longs)
         if self.is_long(request):
-            if num_free_rows <= self._num_kept_rows(held) or self._overtakes_aged(request, now_s):
+            if num_free_rows <= self._num_kept_rows(held) or self.overtakes_aged(request, now_s):
                 return None
             num_kept = self.num_kept_blocks(held) if held.longs else 0
             return BlockTerms(num_spare_blocks=num_running + num_kept)
@@ -169,7 +175,8 @@ class ShortReserve:
         is_before = first is not None and self._sort_key(first) < self._sort_key(request)
         return first if is_before else None
 
-    def _overtakes_aged(self, request: Request, now_s: float) -> bool:
+    def overtakes_aged(self, request: Request, now_s: float) -> bool:
+        """Whether the first waiting long request is before `request` and has waited too long."""
         first = self.overtaken_by(request)
         return first is not None and now_s - first.arrival_s >= self._max_long_wait_s
 

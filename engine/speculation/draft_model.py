@@ -134,7 +134,7 @@ class DraftModel:
 
     # Tokens at a request's start that the model does not read. Of one that reads each token beside
     # what the target made of the token before (EAGLE-3), 1: it then begins with the second, at
-    # position 0, and its KV at a position depends on the next token, too.
+    # position 0, and its KV at a position depends on the next token, too; so do hashes of blocks.
     num_skipped_tokens = 0
     keeps_drafts = True  # whether KV of drafts that were right is what their tokens would have
 
@@ -440,8 +440,7 @@ class DraftModel:
             if self._contents[block_id] != content:
                 break
             num_found += self._block_size
-        # The last one found may be before another next token here.
-        return max(0, num_found - self.num_skipped_tokens)
+        return num_found
 
     def _begin_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """No block that the passes write, with drafts or tokens, is complete meanwhile."""

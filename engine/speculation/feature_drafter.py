@@ -10,12 +10,13 @@ request's KV is, its vectors are: of prefixes found in the cache, after a preemp
 decode worker to which a prompt was handed over. The head's own KV is made of them on first need,
 one layer for the whole prompt. Pass p leaves its output as the vector of the next slot; the step
 that verifies computes the true one there. So after each step the entries since the last one are
-computed anew; of a shared prefix whose entries were made only the last, whose next token may be
-another.
+computed anew.
 
-Known limit: where requests share a prefix that ends with a block and go on with different tokens,
-its last entry belongs to the one that computed it last. The others then read one key, made with
-another's next token, so that some of their drafts may be worse.
+The last entry of a block depends on the first token of the next one. So does the block's hash here
+(`engine/kv/hashes.py`), and requests share a block only if they also share that token. A text that
+parts from a cached one in the midst of a block is not affected, one that parts at its end has the
+block before computed anew: one token a prefix hit, on average. SGLang keys its cache by pairs of
+tokens to the same end; vLLM computes the last block of every hit anew.
 """
 
 from engine.speculation.draft_model import DraftModel

@@ -86,7 +86,11 @@ def why_not_here(
     do_not_specialize_on_alignment=["cu_blocks_ptr", "block_ids_ptr", "table_ptr"],
 )
 def _expand_blocks_kernel(
-    cu_blocks_ptr, block_ids_ptr, table_ptr, num_columns, COLUMNS: tl.constexpr
+    cu_blocks_ptr,  # [R + 1]
+    block_ids_ptr,  # [N]
+    table_ptr,  # [R, num_columns]
+    num_columns,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -49,9 +49,9 @@ from kernels.attention.triton_decode import (
     plan_decode,
 )
 from kernels.device import DeviceProperties, stages_that_fit
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _MAX_TILE_LINES = 64
@@ -320,8 +320,8 @@ def _latent_decode_kernel(
     scales_ptr,  # fp32 [layers, 2, 1] of a store of e4m3 numbers, or None
     cu_tokens_ptr,  # int32 [R + 1] of rows of several tokens, or None
     num_keys_ptr,  # int32 [R], with `cu_tokens_ptr`
-    block_ids_ptr,
-    items_ptr,
+    block_ids_ptr,  # int32 [N], of all rows
+    items_ptr,  # int32 [items, _ITEM_FIELDS], see `triton_decode`
     # outputs
     partial_ptr,  # fp32 [items, tiles, TILE_LINES, RANK]
     log_sums_ptr,  # fp32 [items, tiles, TILE_LINES]
@@ -454,11 +454,11 @@ def _latent_decode_kernel(
 
 @triton.jit
 def _latent_combine_kernel(
-    partial_ptr,
-    log_sums_ptr,
-    row_parts_ptr,
+    partial_ptr,  # fp32 [items, NUM_LINES, RANK]
+    log_sums_ptr,  # fp32 [items, NUM_LINES]
+    row_parts_ptr,  # int32 [R, 2], first item and number of parts
     cu_tokens_ptr,  # of rows of several tokens, or None
-    out_ptr,
+    out_ptr,  # [T, heads, RANK]
     NUM_HEADS: tl.constexpr,
     NUM_LINES: tl.constexpr,  # of all tiles
     RANK: tl.constexpr,

@@ -187,8 +187,8 @@ def _latent_prefill_kernel(
     q_ptr,  # [T, heads, NOPE_DIM + ROPE_DIM], tokens strided
     made_ptr,  # [keys, heads, NOPE_DIM + VALUE_DIM]
     vectors_ptr,  # [keys, RANK + ROPE_DIM]
-    cu_tokens_ptr,
-    num_keys_ptr,
+    cu_tokens_ptr,  # int32 [R + 1]
+    num_keys_ptr,  # int32 [R]
     spans_ptr,  # [R, 3]
     # kept between pieces, and output
     means_ptr,  # fp32 [T, heads, VALUE_DIM]

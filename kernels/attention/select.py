@@ -13,9 +13,7 @@ import torch
 
 from kernels.attention.installed import installed_or_triton
 from kernels.attention.latent import LatentShape
-from kernels.attention.names import AttentionName as AttentionName
-from kernels.attention.names import AttentionNames as AttentionNames
-from kernels.attention.names import BackendUnavailable as BackendUnavailable
+from kernels.attention.names import AttentionName, AttentionNames, BackendUnavailable
 from kernels.attention.phased import PhasedAttention, Phases
 from kernels.attention.protocol import AttentionBackend, AttentionShape, GraphAttention
 from kernels.attention.reference import ReferenceAttention

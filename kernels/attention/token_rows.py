@@ -21,12 +21,12 @@ _TOKENS, _ROWS = 32, 128  # of a program; looked at together
     do_not_specialize_on_alignment=["cu_tokens_ptr", "num_keys_ptr", "cu_blocks_ptr"],
 )
 def _expand_rows_kernel(
-    cu_tokens_ptr,
-    num_keys_ptr,
-    cu_blocks_ptr,
+    cu_tokens_ptr,  # [R + 1]
+    num_keys_ptr,  # [R]
+    cu_blocks_ptr,  # [R + 1]
     # outputs, [num_tokens]
     token_keys_ptr,
-    token_blocks_ptr,
+    token_blocks_ptr,  # the first entry in block_ids of the row of each
     num_rows,
     num_tokens,
     TOKENS: tl.constexpr,

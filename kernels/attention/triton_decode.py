@@ -36,9 +36,9 @@ from kernels.attention.eight_bits import (
     widen_pairs,
 )
 from kernels.attention.protocol import AttentionShape, RowTensors
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported, prefetch
-from kernels.quant.decode import knows_e4m3
 
 # Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
 MIN_DOT_ROWS = 16
@@ -90,7 +90,10 @@ class DecodeWork:
 def layer_constants(
     q: Tensor, layer: int, store: Tensor, shape: AttentionShape
 ) -> dict[str, int | float]:
-    """The constants of a kernel: the model's sizes and the strides of q and the store."""
+    """The constants of a kernel: the model's sizes, and the strides of q and the store in elements.
+
+    HALF_STRIDE is from a block's K to its V.
+    """
     assert q.stride(2) == 1, f"the numbers of a query lie {q.stride(2)} apart"
     assert store.stride()[4:] == (store.shape[5], 1), f"strides of the store: {store.stride()}"
     return {
@@ -166,9 +169,9 @@ def _num_tiles(num_keys, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
     do_not_specialize_on_alignment=["num_keys_ptr", "cu_blocks_ptr"],
 )
 def _plan_kernel(
-    num_keys_ptr,
-    cu_blocks_ptr,
-    items_ptr,
+    num_keys_ptr,  # [R]
+    cu_blocks_ptr,  # [R + 1]
+    items_ptr,  # [num_items, _ITEM_FIELDS], the output
     num_rows,
     num_items,
     max_extra_items,
@@ -276,14 +279,14 @@ def _has_no_work(item, num_parts, USE_PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
 def _decode_kernel(
-    q_ptr,
-    store_ptr,
-    block_ids_ptr,
-    items_ptr,
-    partial_ptr,
-    log_sums_ptr,
-    num_arrived_ptr,
-    out_ptr,
+    q_ptr,  # [T, heads, HEAD_DIM], tokens and heads strided
+    store_ptr,  # [blocks, layers, 2, block_size, kv_heads, WIDTH]
+    block_ids_ptr,  # int32 [N], of all rows
+    items_ptr,  # int32 [items, _ITEM_FIELDS], see `_plan_kernel`
+    partial_ptr,  # fp32 [items, kv_heads, NUM_GROUPS, HEAD_DIM]
+    log_sums_ptr,  # fp32 [items, kv_heads, NUM_GROUPS]
+    num_arrived_ptr,  # int32 [R, kv_heads], zeros before and after
+    out_ptr,  # [T, heads * HEAD_DIM]
     sinks_ptr,  # fp32 [heads], or None
     scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,

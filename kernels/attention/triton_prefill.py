@@ -37,9 +37,10 @@ from kernels.attention.triton_decode import (
     times_scale,
     with_sink,
 )
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
+from kernels.quant.dequantize import decode_e4m3
 
 _ROW_TILE = 128
 
@@ -184,13 +185,13 @@ def _attend(
     ],
 )
 def _prefill_kernel(
-    q_ptr,
-    store_ptr,
-    cu_tokens_ptr,
-    num_keys_ptr,
-    cu_blocks_ptr,
-    block_ids_ptr,
-    out_ptr,
+    q_ptr,  # [T, heads, HEAD_DIM], tokens and heads strided
+    store_ptr,  # [blocks, layers, 2, block_size, kv_heads, HEAD_DIM]
+    cu_tokens_ptr,  # int32 [all rows + 1]
+    num_keys_ptr,  # int32 [all rows]
+    cu_blocks_ptr,  # int32 [all rows + 1]
+    block_ids_ptr,  # int32 [N]
+    out_ptr,  # [T, heads * HEAD_DIM]
     sinks_ptr,  # fp32 [heads], or None
     scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,

@@ -43,9 +43,9 @@ from kernels.attention.triton_decode import (
     with_sink,
 )
 from kernels.device import device_properties
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _COMBINED_COLUMNS = 1024  # numbers of a row's output that are combined at once
@@ -121,16 +121,16 @@ def _combine_parts(
     do_not_specialize_on_alignment=["block_ids_ptr", "cu_tokens_ptr", "num_keys_ptr"],
 )
 def _verify_kernel(
-    q_ptr,
-    store_ptr,
-    block_ids_ptr,
-    cu_tokens_ptr,
-    num_keys_ptr,
-    items_ptr,
-    partial_ptr,
-    log_sums_ptr,
-    num_arrived_ptr,
-    out_ptr,
+    q_ptr,  # [T, heads, HEAD_DIM], tokens and heads strided
+    store_ptr,  # [blocks, layers, 2, block_size, kv_heads, WIDTH]
+    block_ids_ptr,  # int32 [N], of all rows
+    cu_tokens_ptr,  # int32 [R + 1]
+    num_keys_ptr,  # int32 [R]
+    items_ptr,  # int32 [items, _ITEM_FIELDS], see `triton_decode`
+    partial_ptr,  # fp32 [items, kv_heads, MAX_QUERIES * NUM_GROUPS, HEAD_DIM]
+    log_sums_ptr,  # fp32 [items, kv_heads, MAX_QUERIES * NUM_GROUPS]
+    num_arrived_ptr,  # int32 [R, kv_heads], zeros before and after
+    out_ptr,  # [T, heads * HEAD_DIM]
     sinks_ptr,  # fp32 [heads], or None
     scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,

@@ -50,7 +50,7 @@ def _packets_kernel(
     weight_ptr,  # [ROW]
     out_ptr,  # [numel]; may be x
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     numel,  # by WIDTH
     eps: tl.constexpr,

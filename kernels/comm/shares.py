@@ -32,7 +32,7 @@ def _gather_kernel(
     x_ptr,  # [numel]
     out_ptr,  # [WORLD, numel]
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     numel,  # by WIDTH
     ROW: tl.constexpr,
@@ -71,7 +71,7 @@ def _scatter_kernel(
     x_ptr,  # [WORLD, numel]
     out_ptr,  # [numel]
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     numel,  # of a share, by WIDTH
     ROW: tl.constexpr,

@@ -41,7 +41,7 @@ def _stream_kernel(
     residual_ptr,  # [num_rows, ROW]
     weight_ptr,  # [ROW]
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     num_pieces,
     eps: tl.constexpr,

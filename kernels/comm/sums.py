@@ -88,7 +88,7 @@ def _one_shot_kernel(
     weight_ptr,  # [ROW]
     out_ptr,  # [numel]; may be x
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     numel,  # by WIDTH
     eps: tl.constexpr,
@@ -136,7 +136,7 @@ def _two_shot_kernel(
     weight_ptr,  # [ROW]
     out_ptr,  # [numel]; may be x
     memories,
-    count_ptr,
+    count_ptr,  # int64 [MAX_BLOCKS], barriers so far
     num_rows,
     numel,  # by WIDTH
     eps: tl.constexpr,

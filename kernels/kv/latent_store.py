@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.ops import LatentNorm
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import encode_e4m3, knows_e4m3
+from kernels.quant.dequantize import encode_e4m3
 
 _PAIRS = 1024  # of queries, a program
 _NUM_WARPS = 4

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.ops import HeadNorms
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import encode_e4m3, knows_e4m3
+from kernels.quant.dequantize import encode_e4m3
 
 # Pairs per program: with 16-bit elements a thread loads 16 bytes of either half of a head.
 _PAIRS = 1024

@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.protocol import RowTensors
+from kernels.instructions import knows_e4m3
 from kernels.kv.append import layer_lines
 from kernels.kv.scales import KvScales, from_e4m3
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3
+from kernels.quant.dequantize import decode_e4m3
 
 _KEYS = 64  # of a program
 
@@ -28,7 +29,7 @@ def _widen_kernel(
     scales_ptr,  # fp32 [layers, 2, kv_heads]
     cu_keys_ptr,  # [R + 1]
     cu_blocks_ptr,  # [R + 1]
-    block_ids_ptr,
+    block_ids_ptr,  # int32 [N]
     out_ptr,  # [2, num_keys, kv_heads, head_dim]
     layer,
     num_keys,

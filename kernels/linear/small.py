@@ -209,8 +209,8 @@ def faster_up_to(weight: Tensor, *, gated: bool) -> int:
     """The largest number of tokens for which these kernels are faster; 0 = for none."""
     num_rows, num_columns = weight.shape
     shape, device = shape_of(num_rows, num_columns, gated), device_properties(weight.device)
-    given = device.num_sms, device.shared_memory_per_block_bytes
-    if shape is Shape.NARROW and leaves_idle(shape, num_rows, *given):
+    num_sms, memory_bytes = device.num_sms, device.shared_memory_per_block_bytes
+    if shape is Shape.NARROW and leaves_idle(shape, num_rows, num_sms, memory_bytes):
         return 0
     return _FASTER_UP_TO[shape]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
 from kernels.quant.int4_linear import FourBitOperand
-from kernels.quant.runs import MIN_HALF
+from kernels.quant.sizes import MIN_HALF
 from kernels.quant.steps import FP8, Codes, add_run, add_tile
 from kernels.quant.to_matrix import int4_matrix
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts, coded_product
@@ -37,7 +38,6 @@ from kernels.moe.routes import Routes
 from kernels.moe.shared import JoinedExperts
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3, uses_ptx
 
 ExpertWeight = Tensor | CodedExperts | Mxfp4Experts
 

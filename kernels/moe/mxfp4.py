@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import DeviceProperties, stages_that_fit
+from kernels.instructions import uses_ptx
 from kernels.linear.small import prefetch_rows
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import uses_ptx
 from kernels.quant.e2m1_words import GROUP, WORDS, decode_words, pack_scales, pack_words
 from kernels.quant.int4 import unpack_int4
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts
 from kernels.moe.grouped import tile_of, weight_rows
@@ -30,7 +31,7 @@ from kernels.moe.rounded_outputs import store_results
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import ALWAYS, ExpertShape, Tile, tiles_by_tokens
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3, nibbles_e4m3, uses_ptx
+from kernels.quant.dequantize import nibbles_e4m3
 from kernels.quant.int4 import unpack_int4
 from kernels.quant.steps import Codes, load_scale
 

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.moe.align import Blocks
 from kernels.pdl import pdl_supported
 from kernels.quant import coded_tokens
 from kernels.quant.coded_tokens import InputForm
-from kernels.quant.decode import knows_e4m3
 from kernels.quant.token_groups import code_groups
 
 PLACE = 2.0**-9  # e4m3's least number

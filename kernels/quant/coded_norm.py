@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import CodedTokens, InputForm, empty_coded
-from kernels.quant.decode import knows_e4m3
 from kernels.quant.token_groups import code_groups
 from kernels.rms_norm import check_norm, normalised_row, num_warps_of
 

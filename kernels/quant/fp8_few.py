@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_for
+from kernels.instructions import knows_e4m3
 from kernels.linear.small import add_parts, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import (
@@ -44,7 +45,6 @@ from kernels.quant.coded_tokens import (
     InputForm,
     empty_coded,
 )
-from kernels.quant.decode import knows_e4m3
 from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig
 from kernels.quant.token_groups import code_groups, wide_pieces
 

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.linear.small import (
     add_parts,
     load_tokens,
@@ -32,7 +33,6 @@ from kernels.linear.small import (
     weight_rows,
 )
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import knows_e4m3, uses_ptx
 from kernels.quant.steps import add_tile
 
 MAX_ONE_TILE = 64  # tokens; more are cut into tiles, and weights are read once for each

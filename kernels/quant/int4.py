@@ -3,7 +3,7 @@
 A row of K numbers is cut into runs of 2 * half. Byte j of a run holds number j of it in its low
 bits and number half + j in its high bits, so a tile of bytes is two tiles of adjacent columns, and
 no number changes its place when the bytes are taken apart. No run crosses a group of scales unless
-both of its halves are whole groups (runs.py).
+both of its halves are whole groups (sizes.py).
 """
 
 import torch

@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.linear.small import add_parts, load_tokens, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens
-from kernels.quant.decode import knows_e4m3, nibbles_e4m3, uses_ptx
+from kernels.quant.dequantize import nibbles_e4m3
 from kernels.quant.fp8_few import add_joined, joined_rows
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig
 from kernels.quant.int4_linear import FourBitOperand

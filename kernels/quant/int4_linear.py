@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
+from kernels.instructions import uses_ptx
 from kernels.linear.small import (
     add_parts,
     load_tokens,
@@ -30,9 +31,8 @@ from kernels.linear.small import (
     weight_rows,
 )
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import uses_ptx
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig, check_inputs, choose_config
-from kernels.quant.runs import MIN_HALF
+from kernels.quant.sizes import MIN_HALF
 from kernels.quant.steps import Codes, add_run
 
 _SIZE_MULTIPLE = 16

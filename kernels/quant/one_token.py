@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3, uses_ptx
 from kernels.linear.small import prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx, widen_int4
+from kernels.quant.dequantize import decode_e4m3, widen_int4
 from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig, check_inputs
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale

@@ -24,7 +24,7 @@ from enum import IntEnum
 import triton
 import triton.language as tl
 
-from kernels.quant.decode import (
+from kernels.quant.dequantize import (
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,

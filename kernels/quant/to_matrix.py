@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, widen_e2m1
+from kernels.quant.dequantize import decode_e4m3, widen_e2m1
 from kernels.quant.fp8_linear import Fp8Operand
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.instructions import knows_e4m3
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import (
     LEAST_FIRST,
@@ -21,7 +22,6 @@ from kernels.quant.coded_tokens import (
     InputForm,
     empty_coded,
 )
-from kernels.quant.decode import knows_e4m3
 
 _LEAST_FIRST = tl.constexpr(LEAST_FIRST)
 _SECOND_FACTOR = tl.constexpr(1 / SECOND_PIECE)

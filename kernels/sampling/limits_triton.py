@@ -46,7 +46,13 @@ def load_logits(pointers, mask):  # noqa: ANN201
 
 
 @triton.jit
-def _maxima_kernel(logits_ptr, lines_ptr, maxima_ptr, VOCAB: tl.constexpr, STRIDE: tl.constexpr):
+def _maxima_kernel(
+    logits_ptr,  # [S, VOCAB], lines STRIDE apart
+    lines_ptr,  # [P], which of the S
+    maxima_ptr,  # fp32 [P, chunks * SEGMENTS_PER_CHUNK], the output
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     """The largest logit of each segment, by chunks; grid (P, chunks)."""
     p, chunk = tl.program_id(0), tl.program_id(1)
     num_segments: tl.constexpr = SEGMENTS_PER_CHUNK
@@ -133,10 +139,21 @@ def _last_complete_depth(bits):
 
 @triton.jit
 def _limit_kernel(
-    logits_ptr, lines_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, max_depths_ptr, maxima_ptr,
-    listed_ptr, bests_ptr, limits_ptr,
-    VOCAB: tl.constexpr, STRIDE: tl.constexpr, MAXIMA_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,  # [S, VOCAB], lines STRIDE apart
+    lines_ptr,  # [P], which of the S
+    temperatures_ptr,  # fp32 [P]
+    top_ks_ptr,  # [P], 0 = no cut
+    top_ps_ptr,  # fp32 [P], 1 = no cut
+    max_depths_ptr,  # fp32 [P], by min_p
+    maxima_ptr,  # fp32 [P, MAXIMA_STRIDE], of `_maxima_kernel`
+    listed_ptr,  # int32 [P, segments], scratch
+    bests_ptr,  # fp32 [P], output
+    limits_ptr,  # int32 [P], output
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    MAXIMA_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The best logit of each line and the bits of its `limit`; grid (P,)."""
     p = tl.program_id(0)
     num_segments: tl.constexpr = (VOCAB + SEGMENT - 1) // SEGMENT

@@ -59,7 +59,13 @@ def _store_best(keys_ptr, ids_ptr, place, keys, ids):
 
 
 @triton.jit
-def _greedy_kernel(logits_ptr, keys_ptr, ids_ptr, VOCAB: tl.constexpr, STRIDE: tl.constexpr):
+def _greedy_kernel(
+    logits_ptr,  # [S, VOCAB], lines STRIDE apart
+    keys_ptr,  # int32 [S, chunks], output
+    ids_ptr,  # int32 [S, chunks], output
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     """The best of each chunk of each line; grid (S, chunks)."""
     line, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -71,10 +77,10 @@ def _greedy_kernel(logits_ptr, keys_ptr, ids_ptr, VOCAB: tl.constexpr, STRIDE: t
 
 @triton.jit
 def _best_chunk_kernel(
-    keys_ptr,
-    ids_ptr,
-    token_ids_ptr,
-    is_finite_ptr,
+    keys_ptr,  # int32 [S, NUM_CHUNKS], of the best of each chunk
+    ids_ptr,  # int32 [S, NUM_CHUNKS]
+    token_ids_ptr,  # int64 [S], output
+    is_finite_ptr,  # bool [S], output
     NUM_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -93,7 +99,12 @@ def _best_chunk_kernel(
 
 @triton.jit
 def _best_word_kernel(
-    keys_ptr, ids_ptr, words_ptr, first_id, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    keys_ptr,  # int32 [S, NUM_CHUNKS], of the best of each chunk
+    ids_ptr,  # int32 [S, NUM_CHUNKS]
+    words_ptr,  # int64 [S], output
+    first_id,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The word of the best chunk of each line; grid (S,)."""
     line = tl.program_id(0)
@@ -109,8 +120,8 @@ def _best_word_kernel(
 @triton.jit(do_not_specialize=["num_lines"])
 def _best_rank_kernel(
     words_ptr,  # [NUM_RANKS, S]
-    token_ids_ptr,
-    is_finite_ptr,
+    token_ids_ptr,  # int64 [S], output
+    is_finite_ptr,  # bool [S], output
     num_lines,
     NUM_RANKS: tl.constexpr,
 ):
@@ -170,9 +181,19 @@ def gumbel(bits):  # noqa: ANN201
 
 @triton.jit
 def _score_kernel(
-    logits_ptr, lines_ptr, seeds_ptr, indices_ptr, temperatures_ptr, maxima_ptr, bests_ptr,
-    limits_ptr, keys_ptr, ids_ptr, VOCAB: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,  # [S, VOCAB], lines STRIDE apart
+    lines_ptr,  # [P], which of the S
+    seeds_ptr,  # int64 [P]
+    indices_ptr,  # int64 [P]
+    temperatures_ptr,  # fp32 [P]
+    maxima_ptr,  # fp32 [P, chunks * SEGMENTS_PER_CHUNK], of `row_limits`
+    bests_ptr,  # fp32 [P]
+    limits_ptr,  # int32 [P], bits
+    keys_ptr,  # int32 [P, chunks], output
+    ids_ptr,  # int32 [P, chunks], output
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     """The best score of each chunk of each line; grid (P, chunks).
 
     A line whose best logit is not finite scores NaN or -inf everywhere.

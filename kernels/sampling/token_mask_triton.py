@@ -11,9 +11,14 @@ _WARPS = 4
 
 @triton.jit(do_not_specialize_on_alignment=["lines", "words"])
 def _ban_kernel(
-    logits, lines, words, STRIDE: tl.constexpr, VOCAB: tl.constexpr, NUM_WORDS: tl.constexpr,
+    logits,  # [S, VOCAB], lines STRIDE apart, changed
+    lines,  # [M], which of the S
+    words,  # [M, NUM_WORDS]
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (M, chunks); for a chunk without banned tokens only the mask is read."""
     mask_line, chunk = tl.program_id(0), tl.program_id(1)
     word = chunk * WORDS + tl.arange(0, WORDS)

@@ -15,11 +15,8 @@ In this process, random weights, greedy, no end of sequence, prefix cache off, a
 peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
 `--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
-`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). A run that
-is to be stopped (SIGSTOP of its process group) while another one measures needs `--hold-s 3`, so
-that it is idle before the line "ready and warm" and after it. A rank that waits for a stopped one
-has a time limit, and its kernels keep the GPU busy; and NCCL's watchdog, which looks only now and
-then, takes an operation that it has not seen end for one that runs since before the stop. What the
+`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). With
+`--turn` it waits, after the line "ready and warm", until others have measured (turns.py). What the
 host does between two launches, on every rank, and how steady steps are beside streams comes first,
 and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
 is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
@@ -65,6 +62,7 @@ from load_tests.lab.kernel_profile import (
 )
 from load_tests.lab.pinned_routing import build_pinned, count_distinct
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
+from load_tests.lab.turns import add_turn_option, wait_turn
 from load_tests.lab.works import DECODE_STEPS, DECODES, WARM_UPS, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
 from load_tests.tables import Figure, describe_machine, render
@@ -306,9 +304,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
-    parser.add_argument(
-        "--hold-s", type=float, default=0.0, help="idle before and after it is ready"
-    )
+    add_turn_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
     parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
@@ -399,9 +395,8 @@ def measure(
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
     bench = Bench(ours, seed=args.seed, is_quick=args.quick)
     bench.warm_up()
-    time.sleep(args.hold_s)
     logger.info("ready and warm")
-    time.sleep(args.hold_s)
+    wait_turn(args.turn)
     if args.profile:
         return profile_works(bench, works, args.traces or scratch, args.png)
     log, host = FigureLog(args.figures), []

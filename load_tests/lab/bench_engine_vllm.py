@@ -12,7 +12,7 @@ round, as for ours; a mixture's routes are drawn uniformly, as ours are by `--pi
 prefill lasts until every prompt has one token; decode steps are timed from when all rows have a
 token until each has 128 more, as ours with `--quick`. Medians of rounds. Prints a `ROW` for each
 work, what a reader must know as `ABOUT {json}`, and one `RESULT {json}` line, which bench_engine's
-`--peer` reads. `--hold-s`: as bench_engine's. Needs an installed vLLM (written for 0.26); knows
+`--peer` reads. `--turn`: as bench_engine's. Needs an installed vLLM (written for 0.26); knows
 nothing of this project's engine.
 """
 
@@ -28,6 +28,7 @@ from typing import Any
 
 from configs.process_environment import set_defaults
 from load_tests.lab.shapes import SHAPES, write_shapes
+from load_tests.lab.turns import add_turn_option, wait_turn
 from load_tests.lab.works import DECODE_STEPS, WARM_UPS, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
 from load_tests.tables import describe_machine
@@ -199,9 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="of each work; short prefills 4 more")
-    parser.add_argument(
-        "--hold-s", type=float, default=0.0, help="idle before and after it is ready"
-    )
+    add_turn_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -219,14 +218,12 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     vocab_size = SHAPES[args.shapes]["vocab_size"]
     assert isinstance(vocab_size, int)
     bench = VllmBench(llm_options(model, args), vocab_size, seed=args.seed)
-    print(
-        "ABOUT", json.dumps(describe_machine() | {"vllm": bench.version} | vars(args)), flush=True
-    )
+    about = describe_machine() | {"vllm": bench.version} | vars(args)
+    print("ABOUT", json.dumps(about, default=str), flush=True)
     try:
         bench.warm_up()
-        time.sleep(args.hold_s)
         print("ready and warm", flush=True)
-        time.sleep(args.hold_s)
+        wait_turn(args.turn)
         return run_works(bench, works, args.rounds)
     finally:  # its ranks are processes of their own
         bench.close()

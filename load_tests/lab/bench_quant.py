@@ -35,7 +35,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from engine.layers.linear import Linear, LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import Linear, LinearWeight, WeightFormat
 from engine.layers.quantized_cuda import FourBitMatrix, Fp8Blocks, Fp8Matrix, QuantizedLinear
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.fused import TritonOps
@@ -48,7 +49,7 @@ from kernels.quant.fp8_few import fp8_few_linear
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
 from kernels.quant.int4_joined import int4_joined_linear
 from kernels.quant.one_token import fp8_one_token, int4_one_token, supports_one_token
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200

@@ -8,6 +8,7 @@ others leave what they note in files, step by step: it can be told at any time, 
 that ends well.
 """
 
+import faulthandler
 import gc
 import logging
 import math
@@ -28,6 +29,8 @@ from typing import NamedTuple, NoReturn, Self
 import msgspec
 import torch
 
+from actors.lifecycle.threads import share_interpreter
+from actors.worker.stall_watch import STDERR, StallWatch
 from configs.schema import AppConfig
 from engine.build import build_engine
 from engine.clock import MonotonicClock
@@ -41,6 +44,7 @@ from engine.ranks.leading import (
     LeadingExecutor,
     RankEnd,
     RankReports,
+    StepCounts,
     report_failure,
 )
 from engine.ranks.meeting import join_ranks
@@ -111,6 +115,8 @@ class Following:
         self._launched_s: list[tuple[float, float]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._leading: LeadingExecutor | None = None
+        self._steps = StepCounts()
+        self._watch = StallWatch(STUCK_S, self._turn, self._on_stall)
         self._is_ending = False
 
     def __enter__(self) -> Self:
@@ -175,8 +181,15 @@ class Following:
             self._reports,
             compare_every=COMPARE_EVERY,
             patience_s=STUCK_S,
+            steps=self._steps,
         )
+        self._watch.start()
         return self._leading
+
+    def _turn(self) -> int | None:
+        """Of steps that have ended; None = all that were launched."""
+        num_ended = self._steps.num_ended
+        return num_ended if num_ended < self._steps.num_launched else None
 
     def figures(self) -> list[Figure]:
         """What following cost so far, in the last NUM_TOLD_STEPS steps that ended on every rank."""
@@ -212,6 +225,7 @@ class Following:
     ) -> None:
         """Takes a bounded time, whatever the others do: see END_S, and `abort` of comm.py."""
         self._is_ending = True
+        self._watch.stop()
         if error is not None:  # else an operation could wait for the dead
             self._kill()
             return
@@ -241,10 +255,17 @@ class Following:
     def _on_end(self, end: RankEnd) -> None:
         """On a thread; the other may be in an operation that never ends."""
         if not self._is_ending:
-            print(f"rank {end.rank}: {end.reason}", file=sys.stderr, flush=True)
-            for process in self._processes:
-                process.kill()
-            os._exit(1)
+            self._give_up(f"rank {end.rank}: {end.reason}")
+
+    def _on_stall(self) -> None:
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        self._give_up(f"no step ended for {STUCK_S:g} s")
+
+    def _give_up(self, reason: str) -> NoReturn:
+        print(reason, file=sys.stderr, flush=True)
+        for process in self._processes:
+            process.kill()
+        os._exit(1)
 
 
 def join(asked: Followed, rank: int) -> Comm:
@@ -385,6 +406,9 @@ def follow(path: Path, rank: int) -> NoReturn:
             asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, model=model, comm=comm
         )
         del model  # the engine's alone
+        share_interpreter()  # this, and what comes next, as a rank of a worker does
+        gc.collect()
+        gc.freeze()
         reader, executor = _TimedReader(ring, notes), _TimedExecutor(engine.executor, notes)
         Follower(executor, reader, engine.grammars.prepare).run()  # type: ignore[arg-type]
     except Exception as error:

@@ -7,7 +7,9 @@ as a worker does, and decodes them too, which there is the ingresses' work.
 
 import asyncio
 import gc
+import math
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from engine.core import NUM_KEPT_STEPS, StepTimesStatistics
+from actors.lifecycle.threads import share_interpreter
+from engine.core import NUM_KEPT_STEPS, EngineCore, Executor, PendingStep, StepTimesStatistics
 from engine.messages import LoadReport, StepMessage, TokenRecord, decode, encode
+from engine.plan import StepPlan, StepResult
 from engine.scheduling.contracts import StepOutput
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.tables import Figure, at_most, median_figure
@@ -48,18 +52,23 @@ def measure_host_work(
     Yields each figure as soon as it is measured. of_ranks: what other ranks had to do with the
     steps so far; asked before there are streams.
     """
+    interval_s = sys.getswitchinterval()
+    share_interpreter()  # this, and what comes next, as a worker does
     gc.collect()
-    gc.freeze()  # as a worker does once it has loaded
+    gc.freeze()
+    device = _TimedDevice(ours.engine.core)
     try:
-        alone = _decode(ours, prompts, num_tokens, None)
+        alone = _decode(ours, device, prompts, num_tokens, None)
         yield from _host_figures(ours.engine.core.statistics())
         yield from of_ranks()
-        yield from _step_figures("step", alone.durations_s)
+        yield from _step_figures("step", alone)
         with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
-            beside = _decode(ours, prompts, num_tokens, readers)
-        yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside.durations_s)
+            beside = _decode(ours, device, prompts, num_tokens, readers)
+        yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside)
     finally:
         gc.unfreeze()
+        sys.setswitchinterval(interval_s)
+        device.take_off()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
     yield median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step")
 
@@ -129,7 +138,45 @@ class _Decoding:
     """Steps in which every row had a token, and the tokens of the last one."""
 
     durations_s: list[float]
+    device_s: list[float]  # of the same steps
     tokens: Tokens
+
+
+class _TimedDevice:
+    """Notes how long the device took for the step that was waited for last."""
+
+    def __init__(self, core: EngineCore) -> None:
+        """Wraps the executor of `core`, until `take_off`."""
+        self.newest_s = math.nan
+        self._core = core
+        self._executor: Executor
+        core.wrap_executor(self._around)
+
+    def _around(self, executor: Executor) -> Executor:
+        self._executor = executor
+        return self
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return _TimedStep(self._executor.launch(plan), self)
+
+    def take_off(self) -> None:
+        self._core.wrap_executor(lambda _: self._executor)
+
+
+class _TimedStep:
+    def __init__(self, step: PendingStep, device: _TimedDevice) -> None:
+        self._step = step
+        self._device = device
+
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
+    def wait(self) -> StepResult:
+        result = self._step.wait()
+        if result.duration_s is not None:
+            self._device.newest_s = result.duration_s
+        return result
 
 
 def split_by_stream(tokens: Tokens) -> dict[str, list[TokenRecord]]:
@@ -142,6 +189,7 @@ def split_by_stream(tokens: Tokens) -> dict[str, list[TokenRecord]]:
 
 def _decode(
     ours: EngineInProcess,
+    device: _TimedDevice,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     readers: StreamReaders | None,
@@ -150,6 +198,7 @@ def _decode(
     for i, prompt in enumerate(prompts):
         ours.add(prompt, num_tokens, ingress=f"stream-{i % NUM_STREAMS}")
     durations_s: list[float] = []
+    device_s: list[float] = []
     full: list[Tokens] = []
     ended_s = time.perf_counter()
 
@@ -159,6 +208,7 @@ def _decode(
         if len(output.tokens) == output.num_scheduled_tokens == len(prompts):
             if full:
                 durations_s.append(now_s - ended_s)
+                device_s.append(device.newest_s)
             full[:] = [output.tokens]
         if readers is not None:
             readers.publish(output.tokens)
@@ -166,7 +216,7 @@ def _decode(
 
     ours.run_until_idle(note)
     assert durations_s, f"{len(prompts)} prompts never decoded together"
-    return _Decoding(durations_s, full[0])
+    return _Decoding(durations_s, device_s, full[0])
 
 
 def _message(name: str, step_seq: int, load: LoadReport, tokens: list[TokenRecord]) -> StepMessage:
@@ -197,8 +247,10 @@ def _host_figures(times: StepTimesStatistics) -> list[Figure]:
     ]
 
 
-def _step_figures(name: str, durations_s: Sequence[float]) -> list[Figure]:
-    durations_ms = [1e3 * duration_s for duration_s in durations_s]
+def _step_figures(name: str, decoding: _Decoding) -> list[Figure]:
+    """The last one tells steps that the device made late from those that the host did."""
+    durations_ms = [1e3 * duration_s for duration_s in decoding.durations_s]
+    device_ms = [1e3 * duration_s for duration_s in decoding.device_s]
     return [
         Figure(name=f"{name}, p50", value=statistics.median(durations_ms), unit="ms"),
         Figure(name=f"{name}, p99", value=_p99(durations_ms), unit="ms"),
@@ -207,6 +259,11 @@ def _step_figures(name: str, durations_s: Sequence[float]) -> list[Figure]:
             _p99(above_neighbours(durations_ms)),
             "ms",
             MAX_ABOVE_MS,
+        ),
+        Figure(
+            name=f"{name}, p99 of the device above its neighbours",
+            value=_p99(above_neighbours(device_ms)),
+            unit="ms",
         ),
     ]
 

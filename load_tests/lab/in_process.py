@@ -8,8 +8,9 @@ import msgspec
 import torch
 
 from configs.schema import AppConfig
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams

@@ -55,7 +55,7 @@ class _Open:
 
 
 class NullWorker:
-    """The remote surface of a unified worker (see `EngineWorker`), with nothing below it."""
+    """The remote surface of a unified worker (see `WorkerActor`), with nothing below it."""
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role, step_s: float) -> None:
         """Starts stepping at once: a token for every open request each `step_s`."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from configs.schema import AppConfig
 from engine.layers.moe import Mixture, Router
+from engine.model_folder import DTYPES, compute_dtype
 from engine.models.llama import CausalLM
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
 from engine.ranks.rank import WHOLE_MODEL, Rank
-from engine.runner.replica import DTYPES, compute_dtype
 from kernels.moe.routes import Routes
 
 

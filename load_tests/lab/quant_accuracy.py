@@ -42,7 +42,8 @@ from engine.runner.executor import Executor
 from engine.runner.warm_up import release_step
 from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
-from kernels.attention.select import AttentionNames, build_attention
+from kernels.attention.names import AttentionNames
+from kernels.attention.select import build_attention
 from kernels.kv.scales import KvScales
 from load_tests.lab.rounded_reference import ROUNDED_FORMS, Float64Scorer
 from load_tests.tables import render_rows

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.build import Engine
+from engine.engine import Engine
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.prompts import RandomPrompts

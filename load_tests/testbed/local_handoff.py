@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from configs.schema import AppConfig
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import HandoffReady, OutgoingEvent
 from engine.messages import Role
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams

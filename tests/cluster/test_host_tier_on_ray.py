@@ -1,7 +1,6 @@
 """The host tier of a deployment: what a worker evicts, its successor finds and sends on."""
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ import pytest
 
 from engine.kv.host.shared_file import FOLDER
 from load_tests.testbed.deployed import Application, Cluster, arena_name, wait_replaced, wait_until
+from tests.harness.seeds import fresh_random
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
@@ -42,7 +42,7 @@ def application(cluster: Cluster) -> Iterator[Application]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random()
+    rng = fresh_random()
     return [[rng.randrange(3, 3000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 

@@ -15,7 +15,9 @@ import ray
 from ray import serve
 from ray.util import list_named_actors
 
+from actors.lifecycle.liveness import exit_for_good
 from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
+from engine.messages import WorkerStatus, encode
 from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster, named_actors, wait_until
 from tests.cluster.streams import Load
 
@@ -41,6 +43,19 @@ REDEPLOYED: dict[str, object] = ROLES | {
 }
 ANSWER_S = 10.0
 LONG = 200  # tokens of streams while new workers start
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class FreezesWhenDrained:
+    """A worker of a deployment whose supervisor has ended: it stops as a process when it drains."""
+
+    async def heartbeat(self) -> bytes:
+        return encode(WorkerStatus(identity=None, state="ready"))
+
+    async def drain(self, grace_s: float) -> None:
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        exit_for_good()  # as a worker that has nothing to do
 
 
 class Deployed:
@@ -157,8 +172,13 @@ def test_a_change_at_the_edge_keeps_the_workers(
 def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     application: Application, deployed: Deployed
 ) -> None:
-    """Not even if an old worker dies while it drains: it comes back for those that need it."""
+    """Not even if an old worker dies while it drains: it comes back for those that need it.
+
+    One that freezes then, and whose own supervisor has ended, is ended by the new one.
+    """
     old = application.actors()
+    orphan: Any = FreezesWhenDrained
+    orphan.options(name="decode-0.01d", namespace=NAME, lifetime="detached").remote()
     [decode] = application.workers("decode")
     before = pids([decode])
     with (

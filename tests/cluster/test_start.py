@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from configs.load import ConfigFileError
+from configs.errors import ConfigFileError
 from engine.errors import ConfigError
 from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
 from serve_app import build

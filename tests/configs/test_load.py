@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import yaml
 
-from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment, load_config
+from configs.errors import ConfigFileError
+from configs.load import PROJECT_ROOT, config_from_environment, load_config
 from configs.schema import AppConfig
 
 DP = "enable_dp_attention: true, expert_parallel: true, tensor_parallel_size: 2"
@@ -36,6 +37,18 @@ def test_every_shipped_file_loads_and_says_what_it_holds(path: Path) -> None:
                 assert plain[section][key] == value
         else:
             assert plain[section] == values
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=str)
+def test_a_shipped_file_repeats_no_default_but_where_and_by_whom_it_computes(path: Path) -> None:
+    defaults = msgspec.to_builtins(AppConfig())
+    repeated = {
+        f"{section}.{key}"
+        for section, values in yaml.safe_load(path.read_text()).items()
+        for key, value in values.items()
+        if defaults[section][key] == value
+    }
+    assert repeated <= {"model.device", "workers.unified", "workers.prefill", "workers.decode"}
 
 
 def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:

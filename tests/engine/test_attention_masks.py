@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 MASKS = "tests.harness.attention_masks"
@@ -48,7 +49,7 @@ def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 )
 def test_flex_gives_the_tokens_of_the_reference(folder: Path, mask: str | None) -> None:
     """In chunks, together, and again behind blocks that were found in the prefix cache."""
-    prompts = _prompts(random.SystemRandom().randrange(2**31))
+    prompts = _prompts(fresh_seed())
     expected = _tokens(_start(folder, "reference", mask), prompts)
     engine = _start(
         folder, "flex", mask, scheduler__max_num_batched_tokens=40, scheduler__max_num_seqs=8

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.kv.transfer import OutgoingEvent
 from engine.messages import TokenRecord

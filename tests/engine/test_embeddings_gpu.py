@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, reference_embedding, save_embedding_model

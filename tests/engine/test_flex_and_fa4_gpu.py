@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.models.registry import build_model
 from engine.request import SamplingParams
 from engine.text.tokenizing import load_tokenizer
-from kernels.attention.select import AttentionNames
+from kernels.attention.names import AttentionNames
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine

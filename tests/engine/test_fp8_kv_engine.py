@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from configs.load import ConfigFileError, load_config
-from engine.build import Engine
+from configs.errors import ConfigFileError
+from configs.load import load_config
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.kv.cache import check_blocks
 from engine.kv_calibration import largest_numbers, scales_for

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from configs.load import PROJECT_ROOT, load_config
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.runner.graphs import CudaRecorder
-from engine.runner.replica import held_again
+from engine.runner.kv_memory import held_again
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from tests.harness.in_process import GREEDY, answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, save_model

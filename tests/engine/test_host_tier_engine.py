@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.kv.cache import check_blocks
 from engine.kv.host.shared_file import FOLDER, PREFIX, name_for
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_random
 
 NUM_CONVERSATIONS = 7
 SIZES = {"cache__num_blocks": 40, "model__max_model_len": 400, "scheduler__max_num_seqs": 3}
@@ -68,7 +69,7 @@ def _flip_a_bit(engine: Engine, rng: random.Random) -> None:
 def test_two_workers_answer_from_shared_blocks_as_one_without_a_cache(
     alone: Engine, sharing: list[Engine]
 ) -> None:
-    rng = random.Random(secrets.randbits(32))
+    rng = fresh_random()
     conversations = [
         [
             rng.randrange(3, 3000) for _ in range(rng.randrange(110, 180))
@@ -97,7 +98,7 @@ def test_two_workers_answer_from_shared_blocks_as_one_without_a_cache(
 def test_a_disk_tier_answers_after_a_restart_as_one_without_a_cache(
     alone: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = random.Random(secrets.randbits(32))
+    rng = fresh_random()
     prompts = [[rng.randrange(3, 3000) for _ in range(150)] for _ in range(6)]
     expected = [_ask(alone, prompt, i) for i, prompt in enumerate(prompts)]
     disk = {"cache__disk_path": str(tmp_path / "kv"), "cache__disk_gib": 0.1}

@@ -1,14 +1,13 @@
 """The host tier on a GPU: copies beside steps, every bit of them, and the same tokens after."""
 
-import random
 import secrets
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover
@@ -16,6 +15,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_random
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_blocks_are_saved_before_the_next_step_overwrites_them(
     """Many times, with the copies always behind: work is queued faster than it is done."""
     store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cuda"))
     mover = build_mover(store, arena.blocks, num_staged)
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(20):
         store.tensor.normal_()
         block_ids = rng.sample(range(NUM_BLOCKS), 32)
@@ -116,7 +116,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
 
 def test_conversations_that_come_back_get_the_same_tokens(engines: tuple[Engine, Engine]) -> None:
     alone, engine = engines
-    rng = random.Random()
+    rng = fresh_random()
     conversations = [
         [rng.randrange(3, 3000) for _ in range(rng.randrange(150, 500))] for _ in range(9)
     ]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.errors import ConfigError
 from engine.kv_calibration import largest_numbers, scales_for
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import save_model
 
 
@@ -18,8 +19,7 @@ def test_the_largest_numbers_are_those_of_transformers_cache(
 ) -> None:
     """Which has latents as keys and rotated keys as values."""
     save_model(tmp_path, architecture)
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 130) for _ in range(n)] for n in (1, 40, 17)]
     found = largest_numbers(tmp_path, prompts, "cpu")

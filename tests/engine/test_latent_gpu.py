@@ -10,7 +10,7 @@ import torch
 from engine.kv_calibration import largest_numbers, scales_for
 from engine.models.registry import build_model
 from engine.request import SamplingParams
-from kernels.attention.select import AttentionNames
+from kernels.attention.names import AttentionNames
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver

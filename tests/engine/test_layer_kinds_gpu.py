@@ -9,7 +9,7 @@ import torch
 
 from engine.models.registry import build_model
 from engine.request import SamplingParams
-from kernels.attention.select import AttentionName, AttentionNames
+from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import GREEDY, answer, start_engine

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.messages import TokenRecord
 from engine.request import PromptLogprobs, Request, RequestKey, RequestSpec, SamplingParams

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.text.tokenizing import load_tokenizer
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.harness.in_process import GREEDY, answer, start_engine

@@ -11,8 +11,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from engine.build import Engine
 from engine.constraints.json_schema import restrict
+from engine.engine import Engine
 from engine.messages import Submit, decode, encode
 from engine.request import (
     Constraint,
@@ -27,11 +27,12 @@ from engine.scheduling.request_blocks import RequestBlocks
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import Answer, answer, start_engine
+from tests.harness.seeds import seed_of
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
 BUDGET_TOKENS = 160
 PROMPT = "def settings():\n    return "
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.fixture(

@@ -8,18 +8,19 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.build import Engine
 from engine.constraints.json_schema import restrict
+from engine.engine import Engine
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer
 from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import seed_of
 
 pytestmark = pytest.mark.gpu
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
 REFERENCE = {"model__attention__prefill": "reference", "model__attention__decode": "reference"}
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 Work = list[tuple[list[int], SamplingParams]]
 

@@ -135,7 +135,7 @@ class FakeExecutor:
         self.step_s: float | None = None  # what a step is said to have taken
         self.is_idle = False  # whether all launched steps are said to have ended
         self._in_flight: deque[FakePendingStep] = deque()
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._draft = draft
         self._block_size = block_size
         self._max_rows = max_rows
@@ -196,7 +196,7 @@ class FakeExecutor:
     # ---- engine.core.Executor -------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
-        assert len(self._in_flight) < self._max_in_flight, f"step {plan.step} is launched too soon"
+        assert len(self._in_flight) < self.max_in_flight, f"step {plan.step} is launched too soon"
         self._check_columns(plan)
         self.plans.append(plan)
         for block_id in plan.zero_block_ids:

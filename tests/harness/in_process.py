@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import Clock, MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-from engine.build import Engine
 from engine.core import Executor
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.ranks.asides import Asides, AsideThreads
 from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayActorError
 
 from actors.rpc.connection import ConnectionEndedError
-from actors.worker.engine_worker import EngineWorker
+from actors.worker.worker_actor import WorkerActor
 from engine.errors import WorkerError
 from engine.messages import Submit, decode
 
@@ -32,7 +32,7 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.worker: EngineWorker | None = None  # None in the process of an ingress
+        self.worker: WorkerActor | None = None  # None in the process of an ingress
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._goes_on = asyncio.Event()
         self._goes_on.set()

@@ -22,12 +22,12 @@ from actors.lifecycle.deployment import DeploymentSpec
 from actors.worker import engine_host
 from actors.worker.engine_host import EngineHost
 from actors.worker.engine_thread import EngineThread
-from actors.worker.engine_worker import EngineWorker
+from actors.worker.worker_actor import WorkerActor
 from configs.resolved import resolve_scheduler
-from engine.build import Engine
 from engine.build_host_tier import BelowDevice
 from engine.clock import Clock
 from engine.core import EngineCore
+from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
@@ -48,7 +48,7 @@ COPY_S = 0.001  # what a piece takes in and out of a store
 MAX_MODEL_LEN = 256
 NUMBERS_PER_TOKEN = 3  # of a `Written`, 64 bits each
 
-WORKERS: dict[Role, Callable[[DeploymentSpec, str, Role], EngineWorker]] = {
+WORKERS: dict[Role, Callable[[DeploymentSpec, str, Role], WorkerActor]] = {
     "prefill": workers.PrefillWorker,
     "decode": workers.DecodeWorker,
     "unified": workers.UnifiedWorker,

@@ -2,8 +2,9 @@
 
 import math
 
-from engine.models.llama_weights import WHOLE_MODEL, Rank, layer_tensors, outer_tensors
+from engine.models.llama_weights import layer_tensors, outer_tensors
 from engine.models.spec import ModelSpec
+from engine.ranks.rank import WHOLE_MODEL, Rank
 
 
 def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.harness.seeds import fresh_seed, seed_libraries
+
 T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +59,7 @@ class _Interpreter:
         """Whether it returned, and what it printed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([function, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([fresh_seed(), function, *arguments]) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
@@ -90,7 +92,8 @@ def run_interpreted(function: str, *arguments: str) -> str:
     return printed
 
 
-def _run(function: str, *arguments: str) -> tuple[bool, str]:
+def _run(seed: int, function: str, *arguments: str) -> tuple[bool, str]:
+    seed_libraries(seed)
     module, name = function.split(":")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -21,10 +21,11 @@ from kernels.guesses import (
     following,
     move,
 )
+from tests.harness.seeds import seed_of
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sampling.sample_cases import fresh_generator
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 def test_rows_get_what_the_host_accepts() -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from engine.speculation.ngram import NgramDrafter, NgramRules
 from kernels.ngrams import RowEnds, look_up
 from tests.harness.gpus import gpu
+from tests.harness.seeds import fresh_random, seed_of
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 MAX_ROWS, NUM_DRAFTS = 9, 5
 
 
@@ -50,7 +51,7 @@ def test_drafts_are_those_of_the_host(min_match: int) -> None:
 def check_look_up(device: str) -> None:
     from kernels.ngrams_triton import look_up as there
 
-    draw = random.Random()
+    draw = fresh_random()
     for longest in (4, 37, 4096, 8200):
         texts, ends, drafts = _case(draw, longest)
         moved = RowEnds(

@@ -9,14 +9,14 @@ fail with a communicator that does not block. A send is posted while the one bef
 only complete pieces are copied to their blocks, before the receive ends.
 
 NCCL does not notice a dead peer: the oldest operation has our own deadline, at whose end the group
-is aborted. After an abort the GPU goes on computing; the next epoch has a new group.
+is aborted. After an abort the GPU goes on computing; the next epoch has a new group. Memory of an
+operation whose abort fails or does not end is never used again (kept_memory.py).
 """
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from actors.kv_transfer.channels.gloo_pair import remove_keys
 from actors.kv_transfer.channels.handshake import SENDER_RANK, Handshake, exchange_handshakes
+from actors.kv_transfer.channels.kept_memory import keep_for_good
 from actors.kv_transfer.channels.pair_ends import PairReceiver, PairSender
 from actors.kv_transfer.channels.posting_thread import PostingThread
 from actors.kv_transfer.channels.rendezvous_store import RendezvousStore
@@ -34,6 +35,7 @@ from actors.kv_transfer.kv_pieces import QueuedTake
 from actors.kv_transfer.waits import IsOver
 from engine.errors import HandoffError
 from engine.messages import ChannelKind, PairRequest
+from engine.ranks.nccl_deadlines import NO_WATCHDOG
 
 
 class PairGroup(Protocol):
@@ -50,7 +52,7 @@ class PairGroup(Protocol):
     def receive(self, data: Tensor) -> IsOver: ...
 
     def abort(self) -> None:
-        """Ends all operations, from any thread; none touches memory afterwards."""
+        """Ends all operations, from any thread; once it has returned none touches memory."""
         ...
 
 
@@ -77,12 +79,10 @@ GroupFactory = Callable[[dist.Store, int], PairGroup]
 class NcclGroup:
     """A `ProcessGroupNCCL` of two, with a stream of its own."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, device: torch.device, max_ctas: int, timeout_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, device: torch.device, max_ctas: int) -> None:
         nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
         options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = NO_WATCHDOG
         options.config.blocking = 0  # or an abort would wait for the peer
         options.config.max_ctas = max_ctas
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -107,10 +107,6 @@ class NcclGroup:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return lambda: bool(event.query())  # type: ignore[no-untyped-call]
-
-
-# NCCL's own timeout would end the process, so this one is shorter.
-GROUP_TIMEOUT_FACTOR = 10.0
 
 
 class NcclConnection:
@@ -152,7 +148,7 @@ class NcclConnection:
         staged.discard()
 
     def start_send(self, staged: RingPiece) -> "asyncio.Future[None]":
-        sending = _Sending(self._pieces, staged)
+        sending = _Sending(self._pieces, self._thread, staged)
         return self._thread.start(
             "send", lambda: sending.post(self._require_group()), sending.drain
         )
@@ -177,10 +173,18 @@ class NcclConnection:
     # ---- in the thread --------------------------------------------------------------------------
 
     def send(self, data: Tensor) -> None:
-        self._thread.wait("send", lambda: self._require_group().send(data))
+        self._wait("send", data, lambda: self._require_group().send(data))
 
     def receive(self, data: Tensor) -> None:
-        self._thread.wait("receive", lambda: self._require_group().receive(data))
+        self._wait("receive", data, lambda: self._require_group().receive(data))
+
+    def _wait(self, verb: str, data: Tensor, post: Callable[[], IsOver]) -> None:
+        try:
+            self._thread.wait(verb, post)
+        except BaseException:
+            if not self._thread.has_cut:
+                keep_for_good(data)
+            raise
 
     def _open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> IsOver:
         store = RendezvousStore(client, self.deadline_s)
@@ -213,20 +217,25 @@ class NcclConnection:
 class _Sending:
     """A piece that is copied into staging and then sent."""
 
-    def __init__(self, pieces: StagedStore, staged: RingPiece) -> None:
+    def __init__(self, pieces: StagedStore, thread: PostingThread, staged: RingPiece) -> None:
         self._pieces = pieces
+        self._thread = thread
         self._staged = staged
+        self._is_posted = False
         self._loaded: torch.cuda.Event | None = None  # None = it is loaded
 
     def post(self, group: PairGroup) -> IsOver:
         staged = self._staged
         assert staged.block_ids is not None, "there is nothing to send"
         self._loaded = self._pieces.queue_load(staged.block_ids, staged.staging)
+        self._is_posted = True
         return group.send(staged.staging, self._loaded)
 
     def drain(self) -> None:
         if self._loaded is not None:
             self._loaded.synchronize()
+        if self._is_posted and not self._thread.has_cut:
+            self._staged.lose()
 
 
 class _Receiving:
@@ -239,16 +248,20 @@ class _Receiving:
         self._pieces = pieces
         self._thread = thread
         self._staged = staged
+        self._is_posted = False
         self._has_come: IsOver | None = None
         self._take: QueuedTake | None = None
 
     def post(self, group: PairGroup) -> IsOver:
+        self._is_posted = True
         self._has_come = group.receive(self._staged.staging)
         return self._is_over
 
     def drain(self) -> None:
         if self._take is not None:
             self._take.wait()
+        if self._is_posted and not self._thread.has_cut:
+            self._staged.lose()
 
     def _is_over(self) -> bool:
         staged = self._staged
@@ -337,6 +350,4 @@ class NcclPairs:
         return connection
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
-        settings = self._settings
-        timeout_s = GROUP_TIMEOUT_FACTOR * settings.deadline_s
-        return NcclGroup(store, rank, self._pieces.device, settings.max_ctas, timeout_s)
+        return NcclGroup(store, rank, self._pieces.device, self._settings.max_ctas)

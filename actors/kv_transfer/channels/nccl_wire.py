@@ -2,7 +2,8 @@
 
 As in nccl_pair.py, a peer that is dead is not noticed by NCCL: at the deadline the group is aborted
 from another thread, because posting an operation may itself wait for the peer. An abort that fails,
-or does not end, is not waited for: a piece is over only when every rank has answered.
+or does not end, is not waited for: a piece is over only when every rank has answered. Memory of its
+operation is never used again (kept_memory.py).
 """
 
 import logging
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from actors.kv_transfer.channels.gloo_pair import remove_keys
 from actors.kv_transfer.channels.handshake import SENDER_RANK, Handshake, exchange_handshakes
+from actors.kv_transfer.channels.kept_memory import keep_for_good
 from actors.kv_transfer.channels.nccl_pair import (
-    GROUP_TIMEOUT_FACTOR,
     GroupFactory,
     NcclGroup,
     PairGroup,
@@ -49,6 +50,7 @@ class NcclWire:
         self._make_group = make_group or self._make_nccl_group
         self._cutting = threading.Lock()
         self._is_cut = False  # or about to be
+        self._has_aborted = False  # nothing that was posted touches memory any more
         self._aborting: threading.Thread | None = None  # None = nothing was to be aborted
         self._store: RendezvousStore | None = None  # NCCL may call it until the group is gone
         self._group: PairGroup | None = None
@@ -71,10 +73,10 @@ class NcclWire:
 
     def send(self, data: Tensor) -> None:
         """data: complete on the device."""
-        self._wait("send", lambda group: group.send(data))
+        self._wait("send", data, lambda group: group.send(data))
 
     def receive(self, data: Tensor) -> None:
-        self._wait("receive", lambda group: group.receive(data))
+        self._wait("receive", data, lambda group: group.receive(data))
 
     def close(self) -> None:
         """Aborts what runs, and waits for its end up to ABORT_S; from any thread, idempotent."""
@@ -95,15 +97,22 @@ class NcclWire:
         assert self._group is not None, "there is nothing to abort"
         try:
             self._group.abort()
+            self._has_aborted = True
         except Exception:
             logger.exception("a wire of epoch %d was not cut", self._handshake.epoch)
         self._group = None  # before the store, which it may call until then
         self._store = None
 
-    def _wait(self, verb: str, post: Callable[[PairGroup], IsOver]) -> None:
-        """Posts an operation and waits for its end. After an abort nothing touches its memory."""
+    def _wait(self, verb: str, data: Tensor, post: Callable[[PairGroup], IsOver]) -> None:
+        """Posts an operation on `data` and waits for its end.
+
+        If it is aborted and that fails, or does not end, `data` is kept for good.
+        """
+        was_open = self._group is not None and self.is_open
         failure = self._failure_of(post)
         if failure is not None:
+            if was_open and not self._has_aborted:
+                keep_for_good(data)
             # Raised here and without the frames below: they hold the group, which may call the
             # store that `close` has dropped.
             raise HandoffError(f"the channel did not {verb}: {failure}")
@@ -130,5 +139,4 @@ class NcclWire:
         return None
 
     def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
-        timeout_s = GROUP_TIMEOUT_FACTOR * self._deadline_s
-        return NcclGroup(store, rank, self.device, self._max_ctas, timeout_s)
+        return NcclGroup(store, rank, self.device, self._max_ctas)

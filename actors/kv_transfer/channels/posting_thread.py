@@ -56,7 +56,8 @@ class PostingThread:
         self._now_s = now_s
         self._aborting = threading.Lock()
         self._is_aborted = threading.Event()  # or about to be aborted
-        self._abort_done = threading.Event()
+        self._abort_done = threading.Event()  # or given up
+        self._has_cut = False
         self._is_open = True
         # None = the thread shall end
         self._asked: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
@@ -76,15 +77,20 @@ class PostingThread:
         """Whether `abort` was called; what ended since may be incomplete. From any thread."""
         return self._is_aborted.is_set()
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether an abort has ended, so that nothing that was posted touches memory any more."""
+        return self._has_cut
+
     def start(
         self, verb: str, post: Callable[[], IsOver], drain: Callable[[], None] = lambda: None
     ) -> "asyncio.Future[None]":
         """Posts an operation after all earlier ones are posted; done when it has ended.
 
         `post` may itself wait; nothing else is polled meanwhile. `drain()` is called in the thread
-        after an abort; it returns when no part of the operation that an abort does not cut touches
-        memory any more. Raises HandoffError, here or from the future, when the connection is
-        closed or breaks.
+        after an abort, or once that was waited for too long (`has_cut` tells which). It returns
+        when no part of the operation that an abort does not cut touches memory any more. Raises
+        HandoffError, here or from the future, when the connection is closed or breaks.
         """
         if not self._is_open:
             raise self._failure(verb)
@@ -154,6 +160,7 @@ class PostingThread:
     def _abort(self) -> None:
         try:
             self._cut()
+            self._has_cut = True
         except Exception:
             logger.exception("the channel of epoch %d was not cut", self._epoch)
         finally:

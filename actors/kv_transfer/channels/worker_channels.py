@@ -43,26 +43,12 @@ from actors.kv_transfer.contracts import (
     SendChannel,
     UnfitError,
 )
-from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
+from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import PullsByRanks
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
-
-__all__ = [
-    "BlockStore",
-    "ByRanks",
-    "DeviceChannels",
-    "GlooReceiver",
-    "GlooSender",
-    "KvPieces",
-    "OwnBlockPieces",
-    "Pieces",
-    "WorkerChannels",
-    "device_channels",
-]
-
 
 # Of a worker of one rank, of several that share its blocks, and of several that do not.
 Pieces = KvPieces | RankPieces | OwnBlockPieces
@@ -84,12 +70,12 @@ class DeviceChannels:
         return offer_store(self.pieces.tensor)
 
     async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> CudaIpcReceiver[Any]:
-        given, pieces = (request.epoch, request.offer), self.pieces
+        epoch, offer, pieces = request.epoch, request.offer, self.pieces
         if isinstance(pieces, RankPieces | OwnBlockPieces):
-            return await open_rank_receiver(*given, pieces, floor_gb_s=floor_gb_s)
-        if is_of_ranks(request.offer):
-            return await open_rank_receiver(*given, OneRank(pieces), floor_gb_s=floor_gb_s)
-        return await open_receiver(*given, pieces, floor_gb_s=floor_gb_s)
+            return await open_rank_receiver(epoch, offer, pieces, floor_gb_s=floor_gb_s)
+        if is_of_ranks(offer):
+            return await open_rank_receiver(epoch, offer, OneRank(pieces), floor_gb_s=floor_gb_s)
+        return await open_receiver(epoch, offer, pieces, floor_gb_s=floor_gb_s)
 
 
 def device_channels(pieces: Pieces, config: HandoffConfig) -> DeviceChannels | None:

@@ -7,7 +7,6 @@
 Exports the names of both sides; has no code of its own.
 """
 
-from engine.kv.cache import BlockTerms
 from engine.kv.transfer.incoming import (
     BlockWrite,
     DecodeScheduler,
@@ -27,7 +26,6 @@ from engine.kv.transfer.outgoing import (
 )
 
 __all__ = [
-    "BlockTerms",
     "BlockWrite",
     "DecodeScheduler",
     "HandoffDropped",

@@ -12,7 +12,8 @@ import pytest
 from starlette.routing import Route
 
 from actors.ingress.auth import ApiKeys, KeyGate, Message, Scope, sent_key
-from configs.load import ConfigFileError, load_config
+from configs.errors import ConfigFileError
+from configs.load import load_config
 from configs.schema import EdgeConfig, OpenPath
 from tests.actors.ingress.edge_app import EdgeApp, edge_app
 

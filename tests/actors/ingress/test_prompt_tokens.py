@@ -19,7 +19,7 @@ from actors.ingress.prompt_tokens import (
     TokenizedPrompt,
     num_prompt_chars,
 )
-from actors.openai.protocol import Prompt
+from actors.openai.prompts import Prompt
 from actors.rpc.handles import BatcherHandle
 from actors.tokenizer_batcher import PromptTokenizer
 from configs.schema import TokenizerConfig

@@ -11,8 +11,10 @@ import numpy as np
 import ray
 import torch
 
-from actors.kv_transfer.channels.worker_channels import GlooReceiver, KvPieces, WorkerChannels
+from actors.kv_transfer.channels.gloo_pair import GlooReceiver
+from actors.kv_transfer.channels.worker_channels import WorkerChannels
 from actors.kv_transfer.contracts import Channels, ReceiveChannel, SendChannel
+from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.peer_links import PeerLinks
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.rendezvous import RayRendezvousClient

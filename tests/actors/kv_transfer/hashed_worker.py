@@ -39,8 +39,9 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
+from kernels.attention.names import AttentionNames
 from kernels.attention.phased import Phases
-from kernels.attention.select import AttentionNames, build_attention
+from kernels.attention.select import build_attention
 from kernels.kv.scales import KvScales
 from tests.actors.kv_transfer.line_sampler import LineSampler
 from tests.actors.kv_transfer.token_by_token import build_token_by_token

@@ -5,7 +5,9 @@ import hashlib
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.sampler import GreedyChoice, SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
+from kernels.sampling.rows import GreedyChoice
 
 
 class LineSampler:

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from actors.kv_transfer.channels.gloo_pair import GlooReceiver, GlooSender
 from actors.kv_transfer.channels.object_store import ByteBudget
-from actors.kv_transfer.channels.worker_channels import (
-    GlooReceiver,
-    GlooSender,
-    KvPieces,
-    WorkerChannels,
-)
+from actors.kv_transfer.channels.worker_channels import WorkerChannels
 from actors.kv_transfer.contracts import ReceiveChannel, SendChannel, StagedPiece
+from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rendezvous import KEY_LIFE_S, MAX_KEYS, RendezvousKeys
 from engine.clock import ManualClock
 from engine.errors import HandoffError

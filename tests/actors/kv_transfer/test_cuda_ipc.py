@@ -33,6 +33,7 @@ from engine.kv.store import KvStore
 from engine.messages import PieceReply
 from tests.actors.kv_transfer.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
 from tests.actors.kv_transfer.test_channels_local import LocalBoard, pair_request
+from tests.harness.seeds import fresh_random
 
 ACCEPTED = PieceReply(outcome="accepted")
 OFFER = StoreOffer(
@@ -78,7 +79,7 @@ class Ends:
 
 def with_ends(scenario: Callable[[Ends, random.Random], Awaitable[None]]) -> None:
     async def main() -> None:
-        rng = random.Random()
+        rng = fresh_random()
         ends = Ends(rng)
         await scenario(ends, rng)
         await ends.sender.close()
@@ -172,11 +173,11 @@ class TestEndOfTheSender:
         """Runs a scenario over a channel and what tells whether the store is mapped."""
 
         async def main() -> None:
-            source = random_store(11, random.Random()).tensor
+            source = random_store(11, fresh_random()).tensor
             mapped = [source]
             mapping = Mapping(source)
             del source
-            pieces = KvPieces(random_store(5, random.Random()))
+            pieces = KvPieces(random_store(5, fresh_random()))
             nccl: Any = None
             channels = WorkerChannels(
                 LocalBoard(),
@@ -280,7 +281,7 @@ class TestOpening:
         floor_gb_s: float = 0.0,
     ) -> CudaIpcReceiver:
         async def main() -> CudaIpcReceiver:
-            pieces = KvPieces(random_store(5, random.Random()))
+            pieces = KvPieces(random_store(5, fresh_random()))
             return await open_receiver(
                 1, offered, pieces, floor_gb_s=floor_gb_s, map_offer=map_offer
             )
@@ -288,7 +289,7 @@ class TestOpening:
         return asyncio.run(main())
 
     def _source(self, offer: StoreOffer, mine: Tensor) -> Tensor:
-        return random_store(offer.num_blocks, random.Random()).tensor
+        return random_store(offer.num_blocks, fresh_random()).tensor
 
     def test_an_offer_of_this_host_opens_above_its_floor(self) -> None:
         assert self.open(msgspec.msgpack.encode(OFFER), self._source, 1e-9).epoch == 1
@@ -319,7 +320,7 @@ class TestOpening:
 
         def map_offer(offer: StoreOffer, mine: Tensor) -> Tensor:
             seen.append(offer.num_blocks)
-            store: KvStore = random_store(offer.num_blocks, random.Random())
+            store: KvStore = random_store(offer.num_blocks, fresh_random())
             return store.tensor
 
         self.open(msgspec.msgpack.encode(OFFER), map_offer)

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.kv_transfer.channels.worker_channels import OwnBlockPieces, Pieces
+from actors.kv_transfer.channels.worker_channels import Pieces
 from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.own_blocks import OwnBlockSources
+from actors.kv_transfer.own_blocks import OwnBlockPieces, OwnBlockSources
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.kv.transfer import HandoffReady, IncomingHandoffs, OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm

@@ -1,6 +1,5 @@
 """How blocks are copied from store to store, by either rule."""
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -10,6 +9,7 @@ from actors.kv_transfer import kv_pieces
 from actors.kv_transfer.kv_pieces import MAX_PULL_BYTES, copy_blocks, parts_of, runs_of
 from engine.kv.layout import KvLayout
 from tests.actors.kv_transfer.gpu_stand_in import random_blocks, random_store
+from tests.harness.seeds import fresh_random
 
 SMALL = KvLayout.with_heads(num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float16")
 
@@ -25,7 +25,7 @@ def test_neighbours_in_both_stores_are_one_run() -> None:
 
 
 def test_runs_cover_each_block_once_in_order() -> None:
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(50):
         number = rng.randint(1, 30)
         targets, sources = (rng.sample(range(40), number) for _ in range(2))
@@ -36,7 +36,7 @@ def test_runs_cover_each_block_once_in_order() -> None:
 
 
 def test_parts_of_a_pull_are_every_block_in_order_from_even_starts() -> None:
-    rng = random.Random()
+    rng = fresh_random()
     for _ in range(200):
         number, block_bytes = rng.randint(1, 3000), rng.choice([7, 2**16, 2_359_296, 2**29])
         parts = parts_of(number, block_bytes)
@@ -56,7 +56,7 @@ def test_the_named_blocks_arrive_and_no_other_is_touched(
 ) -> None:
     monkeypatch.setattr(kv_pieces, "MIN_COPY_BYTES", min_copy_bytes)
     monkeypatch.setattr(kv_pieces, "GATHER_BYTES", gather_bytes)
-    rng = random.Random()
+    rng = fresh_random()
     source, target = random_store(17, rng, SMALL), random_store(23, rng, SMALL)
     before = target.tensor.clone()
     number = rng.randint(1, 17)
@@ -68,7 +68,7 @@ def test_the_named_blocks_arrive_and_no_other_is_touched(
 
 
 def test_no_blocks_are_no_copy() -> None:
-    store = random_store(3, random.Random())
+    store = random_store(3, fresh_random())
     before = store.tensor.clone()
     copy_blocks(store.tensor, [], store.tensor, [])
     assert torch.equal(store.tensor, before)

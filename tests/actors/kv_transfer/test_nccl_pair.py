@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.kv_transfer.channels import handshake, pair_ends
+from actors.kv_transfer.channels import handshake, kept_memory, pair_ends, posting_thread
 from actors.kv_transfer.channels.nccl_pair import NcclConnection, NcclPairs, NcclSettings
 from actors.kv_transfer.channels.pair_ends import PairReceiver, PairSender
 from actors.kv_transfer.channels.staging_ring import NUM_SLOTS, RingPiece, StagingRing
@@ -22,6 +22,7 @@ from tests.actors.kv_transfer.fake_pair_group import FakeGroup, Wires
 from tests.actors.kv_transfer.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
 from tests.actors.kv_transfer.test_channels_local import LocalBoard
 from tests.engine.kv.handoff_world import SENDER
+from tests.harness.seeds import fresh_random
 
 ACCEPTED = PieceReply(outcome="accepted")
 MAX_BLOCKS = 4  # in a piece
@@ -79,7 +80,7 @@ class Ends:
 
 def with_ends(scenario: Callable[[Ends, random.Random], Awaitable[None]], **changes: Any) -> None:
     async def main() -> None:
-        rng = random.Random()
+        rng = fresh_random()
         ends = Ends(rng, Wires(), **changes)
         await scenario(ends, rng)
         ends.sources.close()
@@ -174,6 +175,69 @@ def test_a_peer_that_falls_silent_is_aborted_at_the_deadline_and_a_new_epoch_wor
         ends.wires.is_silent = False
         pair = await ends.open(2)
         assert await move(ends, *pair, [1, 2], [4, 0])
+        await close(*pair)
+
+    with_ends(scenario)
+
+
+@pytest.mark.parametrize("abort", ["fails", "does not end"])
+def test_a_slot_whose_receive_was_not_aborted_is_never_used_again(
+    abort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posting_thread, "ABORT_S", 0.01)
+    may_end, written_late = threading.Event(), list[torch.Tensor]()
+
+    def fail(_: FakeGroup) -> None:
+        if abort == "does not end":
+            assert may_end.wait(60.0)
+        raise RuntimeError("NCCL says no")
+
+    def receive(_: FakeGroup, data: torch.Tensor) -> Callable[[], bool]:
+        written_late.append(data)
+        return lambda: False
+
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        pair = await ends.open(1)
+        with monkeypatch.context() as broken:
+            broken.setattr(FakeGroup, "receive", receive)
+            broken.setattr(FakeGroup, "abort", fail)
+            hasten(pair[1], 0.05)
+            assert pair[1].claim(0)
+            with pytest.raises(HandoffError, match="receive"):
+                await pair[1].receive(0, LAYOUT.block_bytes, [])
+            may_end.set()
+            await close(*pair)
+        [late] = written_late
+        ring = ends.receiving._ring
+        pieces = [await ring.acquire(LAYOUT.block_bytes, 1.0) for _ in range(NUM_SLOTS)]
+        for piece in pieces:
+            piece.staging.fill_(7)
+        late.fill_(9)
+        assert all((piece.staging == 7).all() for piece in pieces)
+        for piece in pieces:
+            piece.discard()
+        pair = await ends.open(2)
+        assert await move(ends, *pair, [1, 2], [4, 0])
+        await close(*pair)
+
+    with_ends(scenario)
+
+
+def test_a_probe_whose_abort_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        pair = await ends.open()
+        ends.wires.is_silent = True
+
+        def fail(_: FakeGroup) -> None:
+            raise RuntimeError("NCCL says no")
+
+        monkeypatch.setattr(FakeGroup, "abort", fail)
+        hasten(pair[1], 0.05)
+        connection, data = pair[1]._connection, torch.zeros(4)
+        assert isinstance(connection, NcclConnection)
+        with pytest.raises(HandoffError):
+            await asyncio.to_thread(connection.receive, data)
+        assert any(one is data for one in kept_memory._kept), "NCCL may still write there"
         await close(*pair)
 
     with_ends(scenario)
@@ -398,5 +462,29 @@ class TestRing:
             for one in (piece, *held[1:]):
                 one.discard()
             assert ring.num_free == NUM_SLOTS
+
+        asyncio.run(main())
+
+    def test_lost_slots_that_cannot_be_replaced_leave_the_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_memory(_: StagingRing) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no memory")
+
+        async def main() -> None:
+            ring = StagingRing(torch.device("cpu"), slot_bytes=10)
+            held = [await ring.acquire(1, 1.0) for _ in range(NUM_SLOTS)]
+            with monkeypatch.context() as full:
+                full.setattr(StagingRing, "_new_slot", no_memory)
+                held[0].lose()
+                held[0].discard()
+                held[1].discard()
+                held[1] = await ring.acquire(1, 1.0)
+                for one in held[1:]:
+                    one.lose()
+                    one.discard()
+                with pytest.raises(HandoffError, match="no GPU memory for 3 x 10 bytes"):
+                    await ring.acquire(1, 1.0)
+            await ring.acquire(1, 1.0)
 
         asyncio.run(main())

@@ -19,7 +19,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.kv_transfer.channels import handshake, nccl_wire
+from actors.kv_transfer.channels import handshake, kept_memory, nccl_wire
 from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver
 from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK, Handshake
 from actors.kv_transfer.channels.nccl_wire import NcclWire
@@ -341,8 +341,10 @@ def test_an_nccl_wire_is_cut_at_its_deadline_and_stays_cut() -> None:
     opening.join()
     group.is_silent = True
     ends[1]._deadline_s = 0.05  # to open, a busy machine may take longer
+    data = torch.zeros(4)
     with pytest.raises(HandoffError, match="within"):
-        ends[1].receive(torch.zeros(4))
+        ends[1].receive(data)
+    assert not any(one is data for one in kept_memory._kept), "it was aborted"
     with pytest.raises(HandoffError, match="closed"):
         ends[1].receive(torch.zeros(4))
     assert group.num_aborts == 1
@@ -354,7 +356,7 @@ def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
     abort: str, is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_wire, "ABORT_S", 0.01)
-    has_ended, failures = threading.Event(), list[HandoffError]()
+    has_ended, failures, data = threading.Event(), list[HandoffError](), torch.zeros(4)
 
     def fail(_: fake_pair_group.FakeGroup) -> None:
         if abort == "does not end":
@@ -368,7 +370,7 @@ def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
 
     def receive() -> None:
         with pytest.raises(HandoffError, match=r"not over within|NCCL broke") as raised:
-            wire.receive(torch.zeros(4))
+            wire.receive(data)
         failures.append(raised.value)
 
     def break_(*_: object) -> Callable[[], bool]:
@@ -382,6 +384,7 @@ def test_an_nccl_wire_waits_no_longer_for_an_abort_than_it_may(
     waiting.join(20.0)
     has_ended.set()
     assert len(failures) == 1
+    assert any(one is data for one in kept_memory._kept), "NCCL may still write there"
 
 
 def test_a_rank_opens_no_more_nccl_wires_than_it_may() -> None:

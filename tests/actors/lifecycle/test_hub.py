@@ -11,7 +11,8 @@ import pytest
 
 from actors.lifecycle.hub import fetch_model
 from actors.openai.served_model import served_names
-from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment, load_config
+from configs.errors import ConfigFileError
+from configs.load import PROJECT_ROOT, config_from_environment, load_config
 from tests.actors.lifecycle.fake_hub import COMMIT, FakeHub, running
 
 MODEL = PROJECT_ROOT / "demo_model" / "laps-demo"

@@ -43,5 +43,14 @@ def test_who_died_is_not_expected_to_answer_and_others_are() -> None:
     assert _time_outs(calls, MAX_UNANSWERED, other)[-1]
 
 
+def test_who_is_expected_to_answer_is_given_up_though_it_never_did() -> None:
+    calls = LivenessTracker()
+    given_up = []
+    for _ in range(2 * MAX_UNANSWERED):
+        calls.expect(NAME)  # again and again, and still every call counts
+        given_up += _time_outs(calls, 1)
+    assert given_up == 2 * ([False] * (MAX_UNANSWERED - 1) + [True])
+
+
 def test_supervisors_are_looked_for_where_serve_has_its_actors() -> None:
     assert SERVE_NAMESPACE == constants.SERVE_NAMESPACE

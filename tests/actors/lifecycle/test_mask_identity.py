@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, served_fingerprint
-from configs.load import ConfigFileError, load_config
+from configs.errors import ConfigFileError
+from configs.load import load_config
 from engine.errors import ConfigError
 from engine.kv.hashes import RequestHasher
 

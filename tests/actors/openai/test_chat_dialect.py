@@ -6,7 +6,8 @@ import pytest
 
 from actors.openai.chat_dialect import ToolFormat, build_dialect
 from actors.openai.served_model import ServedModel, check_model, served_names
-from configs.load import ConfigFileError, load_config
+from configs.errors import ConfigFileError
+from configs.load import load_config
 from configs.schema import ApiConfig
 from engine.errors import ConfigError, RequestError
 from engine.text.tokenizing import Tokenizing, load_tokenizer

@@ -9,6 +9,7 @@ import pytest
 
 from actors.openai import protocol
 from actors.openai.embeddings import parse_embedding, shorten
+from actors.openai.prompt_only import Embedding
 from actors.openai.protocol import (
     ParsedRequest,
     check_totals,
@@ -17,7 +18,6 @@ from actors.openai.protocol import (
     resolve_sampling,
 )
 from actors.openai.scores import parse_rerank, parse_score
-from actors.openai.scoring import Embedding
 from actors.openai.served_model import EmbeddingSpace, ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -49,7 +49,7 @@ def test_an_embedding_asks_for_no_token() -> None:
     sampling = resolve_sampling(parsed, 12, 100)
     assert sampling.is_prompt_only
     assert sampling.wants_embedding
-    assert parsed.scoring == Embedding(num_dimensions=None, is_normalised=True, as_base64=True)
+    assert parsed.prompt_only == Embedding(num_dimensions=None, is_normalised=True, as_base64=True)
     assert (parsed.num_choices, parsed.spec.priority, parsed.spec.salt) == (2, -3, "mine")
 
 
@@ -98,8 +98,8 @@ def test_dimensions_that_the_model_has_may_be_asked_for(
     space: EmbeddingSpace, num_dimensions: int
 ) -> None:
     parsed = embedding(space, dimensions=num_dimensions)
-    assert isinstance(parsed.scoring, Embedding)
-    assert parsed.scoring.num_dimensions == num_dimensions
+    assert isinstance(parsed.prompt_only, Embedding)
+    assert parsed.prompt_only.num_dimensions == num_dimensions
 
 
 @pytest.mark.parametrize(

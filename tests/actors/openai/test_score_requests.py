@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from actors.openai import protocol
+from actors.openai.prompt_only import PairScoring, Reranking, Scoring
 from actors.openai.protocol import ParsedRequest, check_totals, parse_completion, resolve_sampling
-from actors.openai.scores import parse_rerank, parse_score
-from actors.openai.scoring import PairScoring, Reranking, Scoring, probabilities
+from actors.openai.scores import parse_rerank, parse_score, probabilities
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -58,7 +58,7 @@ def test_a_score_asks_for_labels_and_for_no_token() -> None:
     sampling = resolve_sampling(parsed, 12, MODEL.max_model_len)
     assert sampling.is_prompt_only
     assert sampling.label_token_ids == (3, 4)
-    assert parsed.scoring == Scoring(apply_softmax=True)
+    assert parsed.prompt_only == Scoring(apply_softmax=True)
     assert (parsed.num_choices, parsed.spec.priority, parsed.spec.salt) == (2, -3, "mine")
 
 
@@ -109,7 +109,7 @@ def test_a_document_is_asked_about_in_the_models_own_chat(tokenizing: Tokenizing
         for part in ("Find animals.", "Query: fox", f"Document: {document}"):
             assert part in str(message["content"])
     assert parsed.sampling.label_token_ids == (7, 9)
-    assert parsed.scoring == Reranking(
+    assert parsed.prompt_only == Reranking(
         documents=["a", "b", "c"], num_results=3, returns_documents=False
     )
 
@@ -128,7 +128,7 @@ def test_texts_are_scored_in_pairs() -> None:
     assert texts_of(pairs(text_1="a", text_2=["b", "c"])) == ["a|b", "a|c"]
     assert texts_of(pairs(queries=["a", "b"], documents=["c", "d"])) == ["a|c", "b|d"]
     parsed = pairs(text_1="a", text_2=["b"])
-    assert isinstance(parsed.scoring, PairScoring)
+    assert isinstance(parsed.prompt_only, PairScoring)
     assert parsed.sampling.label_token_ids == (7, 9)
     with pytest.raises(RequestError) as caught:
         pairs(text_1=["a", "b"], text_2=["c", "d", "e"])

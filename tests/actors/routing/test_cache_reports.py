@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
+import pytest
+
 from actors.ingress.system_view import block_hasher
 from actors.routing.cache_report_reader import CacheReportReader
 from actors.routing.worker_links import WorkerLink, WorkerLinks
@@ -122,10 +124,13 @@ def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> Non
     asyncio.run(scenario())
 
 
-def test_the_edge_names_blocks_as_a_worker_does() -> None:
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_the_edge_names_blocks_as_a_worker_does(num_ahead: int) -> None:
     layout = KvLayout.with_heads(
         block_size=4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
     )
+    if num_ahead:  # something reads vectors beside the next token
+        layout = layout.with_features(6)
     identity = WorkerIdentity(
         name="p", incarnation="one", role="prefill", model="m", layout=layout, max_model_len=99,
         pid=1, block_key=b"k" * 32,
@@ -138,20 +143,22 @@ def test_the_edge_names_blocks_as_a_worker_does() -> None:
         batchers=[],
         allocator="a",
     )
-    tokens = list(range(11))
+    tokens = list(range(12))
     request = Request(
         spec=RequestSpec(params=SamplingParams(max_tokens=1), salt="mine"),
         key=RequestKey("r"),
         ingress_id="i",
         tokens=tokens,
-        num_prompt_tokens=11,
+        num_prompt_tokens=12,
         arrival_s=0.0,
     )
-    RequestHasher(b"k" * 32, model="m", dtype="float32", block_size=4).extend(request)
+    RequestHasher(b"k" * 32, model="m", dtype="float32", block_size=4, num_ahead=num_ahead).extend(
+        request
+    )
     hasher = block_hasher(topology)
     assert hasher is not None
     assert hasher.chain(tokens, "mine") == request.block_hashes
-    assert len(request.block_hashes) == 2
+    assert len(request.block_hashes) == 3 - num_ahead
     assert hasher.chain(tokens, "other") != request.block_hashes
     nobody = Topology(workers={"o": starting}, roles={"o": "prefill"}, batchers=[], allocator="a")
     assert block_hasher(nobody) is None

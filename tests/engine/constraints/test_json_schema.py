@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.constraints.json_schema import MAX_NODES, restrict
 from engine.errors import RequestError
 from load_tests.testbed.random_schemas import random_schema
+from tests.harness.seeds import fresh_seed
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4) | st.just(1.5),
@@ -42,7 +43,7 @@ def test_a_restricted_schema_allows_nothing_that_its_original_forbids(
 
 def test_random_schemas_can_be_met() -> None:
     """What they are for: answers of models; one that nothing satisfies would be refused."""
-    seed = random.SystemRandom().randrange(10**6)
+    seed = fresh_seed()
     draw = random.Random(seed)
     for _ in range(5000):
         schema = random_schema(draw)

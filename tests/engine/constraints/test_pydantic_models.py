@@ -43,6 +43,7 @@ from engine.constraints.json_schema import restrict
 from engine.errors import RequestError
 from load_tests.testbed.json_oracle import find_problem
 from tests.engine.constraints.drawing import draw_output, schema_constraint
+from tests.harness.seeds import fresh_seed
 
 
 class Color(Enum):
@@ -193,7 +194,7 @@ def model_of(annotation: Any) -> type[BaseModel]:
 
 def read_back(model: type[BaseModel], num_outputs: int) -> int:
     """How many of the outputs ended; each of these has to be one of the model's."""
-    schema, seed = model.model_json_schema(), random.SystemRandom().randrange(10**6)
+    schema, seed = model.model_json_schema(), fresh_seed()
     constraint, draw, num_read = schema_constraint(schema), random.Random(seed), 0
     for _ in range(num_outputs):
         output = draw_output(constraint, draw)

@@ -1,7 +1,6 @@
 """Schemas as tools and libraries write them: inputs of MCP servers, and objects of zod."""
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from engine.constraints.json_schema import restrict
 from load_tests.testbed.json_oracle import find_problem
 from tests.engine.constraints.drawing import VOCABULARY, draw_output, schema_constraint
 from tests.engine.constraints.following import allows
+from tests.harness.seeds import fresh_random
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 ZOD_EMAIL = (
@@ -276,7 +276,7 @@ def test_what_a_real_schema_asks_for_is_allowed_and_what_is_drawn_is_valid(name:
     constraint, text = schema_constraint(schema), json.dumps(value)
     assert find_problem(schema, text) is None
     assert allows(VOCABULARY, constraint, text)
-    draw = random.Random(random.SystemRandom().randrange(10**6))
+    draw = fresh_random()
     for output in (draw_output(constraint, draw) for _ in range(2)):
         assert output is None or find_problem(schema, output.decode()) is None, output
 

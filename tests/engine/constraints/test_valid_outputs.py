@@ -16,8 +16,9 @@ from load_tests.testbed.json_oracle import find_problem
 from load_tests.testbed.random_schemas import SchemaKind, schema_of
 from tests.engine.constraints.drawing import VOCABULARY, draw_output, schema_constraint
 from tests.engine.constraints.following import MODEL, accepts_text, allowed_ids, allows
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.mark.filterwarnings("ignore:Possible (nested set|set):FutureWarning")

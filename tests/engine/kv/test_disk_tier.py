@@ -22,6 +22,7 @@ from engine.kv.host.tier import HostTier
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from tests.engine.kv.arena_process import name_of
+from tests.harness.seeds import fresh_random
 
 LAYOUT = KvLayout.with_heads(
     num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="float32"
@@ -197,7 +198,7 @@ def test_a_folder_that_others_can_open_is_refused(path: Path) -> None:
 
 
 def test_a_torn_head_voids_the_file(path: Path) -> None:
-    rng = random.Random()
+    rng = fresh_random()
     _write(_files(path), range(3))
     (file,) = path.glob("*.kv")
     whole = file.read_bytes()

@@ -16,6 +16,7 @@ from engine.kv.host.tier import HostLoad, HostTier
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from tests.engine.kv.arena_process import name_of
+from tests.harness.seeds import fresh_random
 
 LAYOUT = KvLayout.with_heads(
     num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="float32"
@@ -312,7 +313,7 @@ def test_a_load_that_was_held_up_is_not_the_last(
 def test_neighbours_on_both_sides_are_copied_together() -> None:
     assert list(runs([], [])) == []
     assert list(runs([4, 5, 6, 9, 10], [1, 2, 7, 8, 9])) == [(4, 1, 2), (6, 7, 1), (9, 8, 2)]
-    rng = random.Random()
+    rng = fresh_random()
     numbers = range(30)
     pairs = [
         (i + rng.choice([0, 40]), j)

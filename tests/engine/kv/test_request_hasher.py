@@ -43,8 +43,24 @@ def test_a_naming_that_was_sent_gives_the_names_that_a_worker_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"key": secrets.token_bytes(32)}, {"model": "n"}, {"dtype": "float32"}]
+    "other",
+    [{"key": secrets.token_bytes(32)}, {"model": "n"}, {"dtype": "float32"}, {"num_ahead": 1}],
 )
 def test_another_naming_gives_other_names(other: dict[str, object]) -> None:
     theirs = RequestHasher.of(msgspec.structs.replace(NAMING, **other)).chain(TOKENS, "")
     assert set(theirs).isdisjoint(RequestHasher.of(NAMING).chain(TOKENS, ""))
+
+
+def test_a_name_may_cover_the_next_token() -> None:
+    naming = msgspec.structs.replace(NAMING, num_ahead=1)
+    hasher = RequestHasher.of(naming)
+    assert hasher.hash_params == naming
+    names = hasher.chain(TOKENS, "")
+    assert names == worker_names(hasher, TOKENS, "")
+    assert len(names) == (len(TOKENS) - 1) // 3
+    for place, name in enumerate(names):
+        end = 3 * (place + 1)
+        assert len(hasher.chain(TOKENS[:end], "")) == place
+        others = hasher.chain([*TOKENS[:end], TOKENS[end] ^ 1, *TOKENS[end + 1 :]], "")
+        assert others[:place] == names[:place]
+        assert others[place] != name

@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.kv.host.staging import StagingRows, num_staged_blocks
 from engine.kv.layout import KvLayout
 from engine.messages import Role
-from engine.runner.replica import num_blocks_that_fit
+from engine.runner.kv_memory import num_blocks_that_fit
 
 LAYOUT = KvLayout.with_heads(
     num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
@@ -33,14 +33,14 @@ def test_blocks_are_staged_in_a_64th_of_memory() -> None:
 
 
 def test_blocks_taken_beside_the_store_are_not_given_to_it() -> None:
-    def fitting(num_beside: int) -> int:
+    def fitting(num_staged: int) -> int:
         with (
             patch.object(torch.cuda, "synchronize"),
             patch.object(torch.cuda, "empty_cache"),
             patch.object(torch.cuda, "mem_get_info", lambda: (600, 1000)),
         ):
             return num_blocks_that_fit(
-                lambda: None, trial_blocks=3, block_bytes=10, share=0.9, num_beside=num_beside
+                lambda: None, trial_blocks=3, block_bytes=10, share=0.9, num_staged=num_staged
             )
 
     assert fitting(0) - fitting(7) == 7

@@ -15,6 +15,7 @@ from engine.request import SamplingParams
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
 
@@ -41,10 +42,7 @@ def _tokens(num_tokens: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def seed() -> int:
-    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    return value
+    return fresh_seed()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -15,7 +15,6 @@ from engine.errors import ConfigError
 from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantization import GPT_OSS_MXFP4
 from engine.models.quantized_formats import read_numbers
@@ -23,12 +22,14 @@ from engine.models.quantized_tensors import check_shares
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
+from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
 
@@ -57,10 +58,7 @@ def _tokens(num_tokens: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def seed() -> int:
-    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    return value
+    return fresh_seed()
 
 
 # ---- logits --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 
 LLAMA3 = {
@@ -87,10 +88,7 @@ def _tokens(num_tokens: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    return value
+    return fresh_seed()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -230,7 +228,7 @@ def test_sharded_weights_are_found_through_their_index(
 def test_weights_too_large_to_hold_twice_give_the_same_logits(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.layers.linear._MAX_TWICE_HELD_ELEMENTS", 0)
+    monkeypatch.setattr("engine.layers.build_linear._MAX_TWICE_HELD_ELEMENTS", 0)
     save_model(tmp_path, "Qwen2ForCausalLM", seed=seed)
     token_ids = _tokens(9, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)

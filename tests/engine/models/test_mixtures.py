@@ -12,18 +12,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
+from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from engine.runner.auto import Footprint
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import (
     DEEPSEEKS,
     MIXTURES,
@@ -118,10 +119,7 @@ def _tokens(num_tokens: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def seed() -> int:
-    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    return value
+    return fresh_seed()
 
 
 # ---- logits --------------------------------------------------------------------------------------

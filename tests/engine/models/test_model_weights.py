@@ -12,7 +12,6 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.models import weights
 from engine.models.llama import build_decoder
-from engine.models.llama_weights import WHOLE_MODEL, Rank
 from engine.models.registry import BUILDERS, build_model
 from engine.models.spec import SUPPORTED_ARCHITECTURES, load_spec
 from engine.models.weights import (
@@ -23,6 +22,7 @@ from engine.models.weights import (
     load_weights,
     random_weights,
 )
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver

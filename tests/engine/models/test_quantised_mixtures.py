@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.moe import expert_matrices
-from engine.models.llama_weights import Rank
 from engine.models.mixture import build_mixture
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
 from engine.models.weights import LayerWeights, load_weights, random_weights
+from engine.ranks.rank import Rank
 from kernels.reference import TorchOps
 from load_tests.testbed.quantised_folders import FORMS
 from tests.engine.models.closeness import assert_same_logits

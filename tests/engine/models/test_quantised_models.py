@@ -14,12 +14,12 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.quantized_weight import compacted, dequantize
 from engine.models.llama import build_decoder
-from engine.models.llama_weights import Rank
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights
 from engine.models.weights import LayerWeights, ModelWeights, load_weights, random_weights
+from engine.ranks.rank import Rank
 from kernels.reference import TorchOps
 from load_tests.testbed.quantised_folders import (
     FORMS,

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.models import weights
-from engine.models.llama_weights import WHOLE_MODEL, Rank
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import Part, allocate_weights, load_weights, random_weights
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from tests.harness.tiny_models import save_model
 from tests.harness.weight_counts import num_parameters
 

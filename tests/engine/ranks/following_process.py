@@ -14,7 +14,7 @@ import msgspec
 
 from engine.core import PendingStep
 from engine.plan import StepPlan, StepResult
-from engine.ranks.leading import Follower, report_failure
+from engine.ranks.leading import MAX_IN_FLIGHT, Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader
 from engine.request import Constraint
 from tests.engine.ranks.ring_ends import PATIENCE_S
@@ -70,6 +70,7 @@ class FaultyExecutor:
 def main(name: str, number: str, fault: str, at_launch: str) -> None:
     device, constraints = make_replica().executor, list[Constraint]()
     device.is_idle = True
+    device.max_in_flight = MAX_IN_FLIGHT + 1  # it launches a step, and then ends the oldest
     ring = PlanRingReader(name, int(number), PATIENCE_S, PATIENCE_S)
     try:
         Follower(FaultyExecutor(device, fault, int(at_launch)), ring, constraints.append).run()

@@ -25,9 +25,9 @@ from engine.runner.auto import Calibration, Limits, StepSizes
 from engine.runner.calibration import Room, calibrate
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes
+from engine.runner.kv_memory import num_blocks_that_fit
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
-from engine.runner.replica import num_blocks_that_fit
 from engine.sampling.embeddings import Embeddings
 from kernels.sampling.rows import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures

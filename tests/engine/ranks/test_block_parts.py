@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.kv.cache import check_blocks
 from engine.kv.host.movers import BlockMover, build_mover
@@ -27,6 +27,7 @@ from tests.harness.asked_ranks import AskedRanks
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
+from tests.harness.seeds import fresh_random
 from tests.harness.tiny_models import save_model
 
 SIZES = {"cache__num_blocks": 30, "model__max_model_len": 240, "scheduler__max_num_seqs": 3}
@@ -94,7 +95,7 @@ def test_ranks_answer_from_their_parts_as_one_without_a_cache(
         save_model(tmp_path, architecture, seed=11)
         settings["model__path"] = str(tmp_path)
     alone = start_engine(cache__enable_prefix_caching=False, **SIZES, **settings)
-    rng, key = random.Random(secrets.randbits(32)), secrets.token_bytes(32)
+    rng, key = fresh_random(), secrets.token_bytes(32)
     vocabulary = min(3000, alone.spec.vocab_size)
     conversations = [
         [rng.randrange(3, vocabulary) for _ in range(rng.randrange(90, 150))] for _ in range(6)

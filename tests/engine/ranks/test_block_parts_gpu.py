@@ -1,6 +1,5 @@
 """A worker of two ranks on GPUs: its host tier's blocks come back, and tokens are the same bits."""
 
-import random
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.layers.context import Comm
 from engine.request import SamplingParams
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import STAGED, RankProcesses
+from tests.harness.seeds import fresh_random
 
 SETTINGS = {
     "model__device": "cuda",
@@ -72,7 +72,7 @@ def _talk(engine: Engine, conversations: Sequence[Sequence[int]]) -> Texts:
 def test_two_ranks_say_from_loaded_parts_what_they_say_without_a_cache(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, found = random.Random(), list[Texts]()
+    rng, found = fresh_random(), list[Texts]()
     conversations = [
         [rng.randrange(3, 3000) for _ in range(rng.randrange(150, 500))] for _ in range(9)
     ]

@@ -1,6 +1,5 @@
 """A model or a head drafts on two ranks with requests of their own: one rank's answers."""
 
-import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,8 +25,9 @@ from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
 from tests.harness.in_process import Answer
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS: list[Kind] = [
     {"temperature": 0.0},
     {"temperature": 1.2},

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.build import Engine
 from engine.core import Executor
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.layers.context import Comm
 from engine.request import Constraint, ConstraintKind, SamplingParams

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.clock import ManualClock
 from engine.core import Executor
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.request import SamplingParams
 from engine.scheduling.dp_scheduler import DpScheduler

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -144,6 +146,15 @@ def test_a_rank_with_other_tokens_ends_the_step_in_which_it_drifted(rng: random.
         assert ranks.replica.executor.num_waited == 5
 
 
+def test_a_rank_that_drifted_is_noticed_with_the_step_after_a_comparison(
+    rng: random.Random,
+) -> None:
+    with gang("drift", 6, compare_every=3) as (ranks, _):
+        with pytest.raises(WorkerError, match=r"step \d+: ranks \[2\] have other tokens"):
+            ranks.work(rng, 30)
+        assert ranks.replica.executor.num_waited == 7
+
+
 def test_a_rank_that_raises_says_why(rng: random.Random) -> None:
     with gang("raise", 5) as (ranks, _):
         with pytest.raises(WorkerError, match="rank 2: RuntimeError: told to"):
@@ -184,6 +195,33 @@ def test_what_ranks_do_not_report_in_time_is_named(is_draft: bool, kind: str) ->
             reports.wait_results(7, is_draft, [2], timeout_s=0.0)
     finally:
         ring.close()
+
+
+class _Stopped:
+    """A condition that is waited for while the process is stopped, and goes on with the others."""
+
+    def __init__(self, on_going_on: Callable[[], object]) -> None:
+        self._on_going_on = on_going_on
+        self._num_waits = 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_for(self, is_over: Callable[[], object], timeout_s: float) -> object:
+        self._num_waits += 1
+        if self._num_waits == 2:
+            self._on_going_on()
+        return is_over()
+
+
+def test_ranks_that_were_stopped_and_go_on_still_report() -> None:
+    """The leader's time was over when it went on; nobody had run in it."""
+    reports = RankReports(Namespace(), 2, lambda end: None)  # type: ignore[arg-type]
+    said = reports._digests
+    stopped: Any = _Stopped(lambda: said.setdefault(7, {}).update({1: b"digest"}))
+    reports._changed = stopped
+    assert reports.wait_digests(7, timeout_s=STUCK_S) == {1: b"digest"}
 
 
 def test_a_report_that_cannot_be_read_is_the_end_of_its_rank() -> None:

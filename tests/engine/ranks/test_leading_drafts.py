@@ -2,7 +2,11 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
+
+import pytest
 
 from engine.plan import StepPlan, StepResult
 from engine.ranks.asides import Aside, Asides
@@ -87,10 +91,49 @@ def test_a_follower_launches_passes_where_the_leader_does() -> None:
     drafts = Noting("pass", theirs, max_in_flight=2)
     Follower(Noting("step", theirs), follower, print, drafts=drafts).run()
     assert [event for event in theirs if "wait" not in event] == ours
-    assert theirs.index("wait pass 0") < theirs.index("pass 2")  # as many are in flight there
+    # As many are in flight there, once the next one was launched.
+    assert theirs.index("pass 2") < theirs.index("wait pass 0") < theirs.index("give 2")
     waited = [event for event in theirs if "wait" in event]
     assert waited == [f"wait {name}" for name in ours if "give" not in name]
     assert len(launched) == len(waited)
+
+
+def test_a_follower_launches_a_step_before_it_takes_the_result_of_an_older_one() -> None:
+    """That one has ended, and the device waits for the launch."""
+    line, theirs = Line(), list[str]()
+    leading = LeadingExecutor(Noting("step", []), line, None, compare_every=64, patience_s=1.0)  # type: ignore[arg-type]
+    for number in range(4):
+        leading.launch(_plan(number))
+    leading.stop()
+    follower: Any = line
+    Follower(Noting("step", theirs), follower, print).run()
+    launched = ["step 0", "step 1", "step 2", "wait step 0", "step 3", "wait step 1"]
+    assert theirs == [*launched, "wait step 2", "wait step 3"]
+
+
+@pytest.mark.parametrize(
+    ("compare_every", "asked"),
+    [(2, [[], [], [1], [1], [1, 3]]), (1, [[0], [0, 1], [0, 1, 2]])],
+)
+def test_ranks_are_asked_what_a_step_came_to_when_the_next_one_has_ended(
+    compare_every: int, asked: list[list[int]]
+) -> None:
+    """Or at once where no result may be given out before."""
+    of_steps: list[int] = []
+
+    def wait_digests(step: int, timeout_s: float) -> dict[int, object]:
+        of_steps.append(step)
+        return {1: ANY}
+
+    reports: Any = SimpleNamespace(wait_digests=wait_digests)
+    leading = LeadingExecutor(
+        Noting("step", []), Line(), reports, compare_every=compare_every, patience_s=1.0
+    )  # type: ignore[arg-type]
+    found = []
+    for step in [leading.launch(_plan(number)) for number in range(len(asked))]:
+        step.wait()
+        found.append(list(of_steps))
+    assert found == asked
 
 
 def test_a_step_that_was_waited_for_has_ended_all_passes_before_it() -> None:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.layers.context import Comm
 from engine.ranks.comm import NcclRanks, connect_ranks

@@ -1,5 +1,6 @@
 """Operations that torch queues in the current stream itself give back no work to wait for."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ CPU = torch.device("cpu")
 
 
 class _Options:
+    _timeout: timedelta
+
     def __init__(self, *, is_high_priority_stream: bool) -> None: ...
 
 
@@ -22,7 +25,8 @@ class _QueuedGroup:
 
     Options = _Options
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *given: object) -> None:
+        self.options = given[-1]
 
     def allreduce(self, *_: object) -> None: ...
 
@@ -36,6 +40,16 @@ class _QueuedGroup:
         assert not options.asyncOp, "in a stream of the group's own"
         assert sum(received or [len(to)]) == len(to), f"{received} of {len(to)}"
         assert sum(sent or [len(x)]) == len(x), f"{sent} of {len(x)}"
+
+
+def test_nccls_watchdog_never_comes_before_a_deadline_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take a gang that was stopped and goes on for one that hangs."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _QueuedGroup, raising=False)
+    nothing: Any = None
+    ranks = NcclRanks(Rank(0, 2), nothing, nothing, CPU, timeout_s=60.0)
+    assert ranks._group.options._timeout > timedelta(days=99)
 
 
 def test_no_operation_waits_for_work_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from tests.harness.rank_processes import RankProcesses
+from tests.harness.seeds import seed_of
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 SIZE = 1 << (min(max(torch.cuda.device_count(), 1), 8).bit_length() - 1)  # 2, 4 or 8
-SEED = random.SystemRandom().randrange(2**31)
+SEED = seed_of(__name__)
 EPS = 1e-6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 NUMELS = (1, 7, 4096, 5120, 9001, 300_000, 1_000_003)

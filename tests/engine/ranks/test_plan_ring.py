@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -286,3 +286,32 @@ def test_another_kind_of_processor_is_refused_in_words(
     monkeypatch.setattr(plan_ring.platform, "machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match=r"workers\.tensor_parallel_size.*x86-64.*aarch64"):
         PlanRing(name, 1, STUCK_S)
+
+
+class _Stops:
+    """A clock of a process that is stopped in its first sleep, for longer than any patience."""
+
+    def __init__(self, on_next_sleep: Callable[[], object]) -> None:
+        self._now_s = 0.0
+        self._num_sleeps = 0
+        self._on_next_sleep = on_next_sleep
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._num_sleeps += 1
+        self._now_s += 100 * PATIENCE_S if self._num_sleeps == 1 else seconds
+        if self._num_sleeps == 2:
+            self._on_next_sleep()
+
+
+def test_a_writer_that_was_stopped_gives_readers_time_to_go_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_process(name) as (ring, reader):
+        for number in range(NUM_SLOTS):
+            ring.write(bytes([number]))
+        monkeypatch.setattr(plan_ring, "time", _Stops(reader.read))
+        ring.write(b"more than the ring has room for")
+        assert [reader.read() for _ in range(NUM_SLOTS)][-1] == b"more than the ring has room for"

@@ -17,6 +17,7 @@ from engine.ranks import comm as rank_comm
 from engine.ranks.comm import GlooRanks, connect_ranks
 from engine.ranks.rank import Rank
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
+from tests.harness.seeds import fresh_seed
 
 SIZE = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -95,7 +96,7 @@ def _float_sums(comm: Comm, seed: int) -> list[Tensor]:
 
 
 def test_a_sum_has_the_same_bits_on_every_rank_and_every_time(ranks: RankProcesses) -> None:
-    seed = torch.seed() % 2**31
+    seed = fresh_seed()
     first, *others = ranks.run(_float_sums, seed) + ranks.run(_float_sums, seed)
     for found in others:
         assert all(torch.equal(*pair) for pair in zip(first, found, strict=True))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.kv_scales import write_kv_scales
 from engine.request import Constraint, ConstraintKind, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer

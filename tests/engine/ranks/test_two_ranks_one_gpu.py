@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.text.tokenizing import load_tokenizer
-from kernels.attention.select import AttentionName, AttentionNames
+from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.test_gpu_engine import DECISIVE, mixed_work

@@ -10,9 +10,11 @@ from engine.models.llama import CausalLM, attention_shape
 from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.runner.graphs import GraphOutput
-from engine.sampling.sampler import GreedyChoice, SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+from kernels.sampling.rows import GreedyChoice
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 
 # One of each way that a row may sample.

@@ -11,10 +11,12 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM, attention_shape
 from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
-from engine.runner.executor import Executor, RowSampler
+from engine.runner.executor import Executor
+from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
+from kernels.attention.names import AttentionNames
 from kernels.attention.phased import Phases
-from kernels.attention.select import AttentionNames, build_attention
+from kernels.attention.select import build_attention
 from kernels.kv.scales import KvScales
 
 AUTO = AttentionNames(prefill="auto", decode="auto")

@@ -24,6 +24,7 @@ from tests.engine.runner.graph_story import (
     row_tensor_attention,
 )
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import save_model
 
 MAX_ROWS, MAX_TOKENS, BLOCK_SIZE = 7, 60, 4
@@ -241,8 +242,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def test_replayed_decodes_of_any_sampling_give_the_tokens_of_the_ordinary_path(
     model: CausalLM,
 ) -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     outcomes = []
     for replays in (False, True):
         driver = StepDriver(model, seed=4, phased=row_tensor_attention(model))

@@ -8,9 +8,10 @@ import torch
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.runner.graphs import CudaRecorder
-from kernels.attention.select import AttentionNames
+from kernels.attention.names import AttentionNames
 from tests.engine.runner.graph_story import decode_ahead
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import save_model
 
 pytestmark = pytest.mark.gpu
@@ -51,8 +52,7 @@ def test_replayed_decodes_of_any_sampling_give_the_tokens_of_the_ordinary_path(
     model: CausalLM,
 ) -> None:
     for _ in range(5):
-        seed = random.SystemRandom().randrange(2**31)
-        print(f"seed {seed}")
+        seed = fresh_seed()
         outcomes = [
             decode_ahead(_driver(model, replays=replays), random.Random(seed))
             for replays in (False, True)

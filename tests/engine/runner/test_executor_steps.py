@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from engine.models.llama import CausalLM, ForwardResult
 from engine.models.registry import build_model
 from engine.request import SamplingParams
-from engine.sampling.sampler import GreedyChoice, SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
+from kernels.sampling.rows import GreedyChoice
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.tiny_models import reference_logits, save_model

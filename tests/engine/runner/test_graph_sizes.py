@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from configs.schema import LapsConfig
 from engine.errors import ConfigError
 from engine.runner.auto import StepSizes
+from engine.runner.captured_sizes import build_prompt_sizes
 from engine.runner.graph_sizes import MAX_LATENT_TOKENS, GraphSize, decode_sizes, ragged_sizes
 from engine.runner.grid_sizes import grid_sizes
-from engine.runner.replica import build_prompt_sizes
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention

@@ -12,9 +12,10 @@ from engine.plan import StepResult
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
-from kernels.attention.select import AttentionName, AttentionNames
+from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.runner.graph_story import LogitSampler, tell
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import save_model
 
 pytestmark = pytest.mark.gpu
@@ -116,8 +117,7 @@ def test_a_replayed_step_gives_what_the_ordinary_path_gives(
         else:
             assert float((found - expected).norm() / expected.norm()) < MAX_ERROR
 
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     tell(
         [plain, graphs],
         random.Random(seed),

@@ -13,7 +13,7 @@ from engine.models.registry import build_model
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.overlap_rule import OverlapRule
-from kernels.attention.select import AttentionName, AttentionNames
+from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.runner.graph_story import LogitSampler, decode_ahead
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.runner.test_two_batches_gpu import (

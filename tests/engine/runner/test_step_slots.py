@@ -1,15 +1,14 @@
 """Memory for results and timers are used in turn, by one step at a time."""
 
-import random
-
 import pytest
 import torch
 
 from engine.runner.results import StepSlot, StepSlots
+from tests.harness.seeds import fresh_random
 
 
 def test_a_slot_belongs_to_one_step_until_it_is_given_back() -> None:
-    rng = random.Random(random.SystemRandom().randrange(2**31))
+    rng = fresh_random()
     slots = StepSlots(5, torch.device("cpu"))
     in_flight: list[tuple[StepSlot, list[int]]] = []
     seen: set[int] = set()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import SamplingParams
 from engine.runner.graphs import OverlapStatistics
 from tests.engine.ranks.exact_models import snapped_mixtures
@@ -19,9 +19,10 @@ from tests.engine.ranks.rank_stories import EVERY_STEP
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Asked, guess, run, save_exact_model
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.1, "top_p": 0.9, "logprobs": 0},

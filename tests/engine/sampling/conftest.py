@@ -1,13 +1,12 @@
 """Fresh inputs for every run, with the seed to repeat a failure in its captured output."""
 
-import secrets
-
 import pytest
 import torch
+
+from tests.harness.seeds import fresh_seed
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     return torch.Generator().manual_seed(seed)

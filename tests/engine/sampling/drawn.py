@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.plan import TokenLogprobs
-from engine.sampling.sampler import SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

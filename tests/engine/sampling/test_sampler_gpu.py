@@ -1,14 +1,14 @@
 """The sampler on a GPU: what it draws on a CPU, without ever waiting."""
 
-import secrets
-
 import pytest
 import torch
 
 from engine.request import SamplingParams
-from engine.sampling.sampler import SampledTensors, Sampler
+from engine.sampling.sampled import SampledTensors
+from engine.sampling.sampler import Sampler
 from kernels.sampling.rows import greedy
 from tests.engine.sampling.drawn import Drawn, to_host
+from tests.harness.seeds import fresh_seed
 
 pytestmark = pytest.mark.gpu
 
@@ -42,8 +42,7 @@ def new_sampler(device: str) -> Sampler:
 
 
 def random_steps(num_steps: int, dtype: torch.dtype) -> torch.Tensor:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randn((num_steps, len(PARAMS), VOCAB_SIZE), generator=generator) * 2.5
     return steps.to(dtype)

@@ -42,6 +42,12 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(f"{num_tokens} {seed}").choices(range(1, VOCAB_SIZE), k=num_tokens)
 
 
+def _hasher(num_ahead: int) -> RequestHasher:
+    return RequestHasher(
+        HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE, num_ahead=num_ahead
+    )
+
+
 class Replica:
     """`step` checks the books of all blocks after every step."""
 
@@ -61,6 +67,7 @@ class Replica:
         laps: LapsConfig = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
         drafting: Drafting | None = None,
+        num_hashed_ahead: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
@@ -86,7 +93,7 @@ class Replica:
                 short_share=short_share,
             ),
             cache=self.cache,
-            hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
+            hasher=_hasher(num_hashed_ahead),
             handoff_queue=self.handoff_queue,
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((EOS_TOKEN_ID,), max_model_len),
@@ -94,13 +101,8 @@ class Replica:
             graph_token_sizes=graph_token_sizes,
             drafting=drafting,
         )
-        self.core = EngineCore(
-            self.scheduler,
-            self.executor,
-            self.clock,
-            overlap=overlap,
-            defers_planning=defers_planning,
-        )
+        parts = self.scheduler, self.executor, self.clock
+        self.core = EngineCore(*parts, overlap=overlap, defers_planning=defers_planning)
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: dict[RequestKey, FailureRecord] = {}
         self.left: list[RequestKey] = []

@@ -44,6 +44,36 @@ def test_output_tokens_of_one_request_are_a_prefix_of_the_next() -> None:
     assert replica.output(follow_up) == replica.expected(follow_up)
 
 
+@pytest.mark.parametrize(("next_token", "num_cached"), [(7, 12), (8, 8)])
+def test_a_block_whose_hash_covers_the_next_token_is_found_before_that_one_only(
+    next_token: int, num_cached: int
+) -> None:
+    replica = Replica(num_hashed_ahead=1)
+    shared = prompt_of(3 * BLOCK_SIZE)
+    replica.add("a", [*shared, 7, 5])
+    replica.run()
+    request = replica.add("b", [*shared, next_token, 6])
+    replica.run()
+    assert replica.records[request.key][0].num_cached_tokens == num_cached
+    assert replica.output(request) == replica.expected(request)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("num_prompt", [5, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE])
+def test_a_block_is_found_that_the_last_step_of_a_request_filled(
+    num_prompt: int, num_ahead: int, overlap: bool
+) -> None:
+    """Its hash may cover the token that ended the request."""
+    replica = Replica(overlap=overlap, num_hashed_ahead=num_ahead)
+    num_output = 3 * BLOCK_SIZE + 1 - num_prompt
+    first = replica.add("a", prompt_of(num_prompt), params=params_of(num_output))
+    replica.run()
+    follow_up = replica.add("b", [*prompt_of(num_prompt), *replica.output(first), 5])
+    replica.run()
+    assert replica.records[follow_up.key][0].num_cached_tokens == 3 * BLOCK_SIZE
+
+
 def test_a_prefix_is_found_only_after_the_step_that_computes_it() -> None:
     replica = Replica(max_num_batched_tokens=32)
     prompt = prompt_of(13)

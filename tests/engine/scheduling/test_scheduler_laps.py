@@ -11,7 +11,7 @@ from engine.core import Executor, PendingStep
 from engine.cost_model import StepCosts, StepWork
 from engine.messages import ShortLoad
 from engine.plan import StepPlan
-from engine.request import Request
+from engine.request import Constraint, ConstraintKind, Request
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
@@ -19,6 +19,7 @@ from tests.harness.drafters import Guesser
 from tests.harness.fakes import VOCAB_SIZE
 
 SHORT_FIRST = LapsConfig(queue="laps", laps_length_threshold=10)
+HELD = Constraint(ConstraintKind.REGEX, "a*")
 FILL = msgspec.structs.replace(SHORT_FIRST, mix="fill")
 # 1 ms a step and 0.1 ms a prompt token, fitted.
 COSTS = StepCosts(
@@ -251,6 +252,33 @@ def test_planning_that_waits_for_the_device_is_not_begun_ever_earlier() -> None:
         replica.clock.advance(replica.core.defer_s())
         replica.step()
     assert guesser.num_proposals > 20
+    assert replica.core._lead_s < 3e-3
+
+
+def test_launching_that_waits_for_the_device_is_not_begun_ever_earlier() -> None:
+    """What a constrained row may draw depends on what the step in flight draws."""
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True)
+    replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, floor_s=15e-3)
+    num_waits = 0
+
+    class Waiting:
+        def __init__(self, executor: Executor) -> None:
+            self._executor = executor
+
+        def launch(self, plan: StepPlan) -> PendingStep:
+            nonlocal num_waits
+            if plan.awaited_rows:
+                num_waits += 1
+                until_s = replica.core._busy_until_s
+                replica.clock.advance(max(0.0, until_s - replica.clock.now_s()))
+            return self._executor.launch(plan)
+
+    replica.core.wrap_executor(Waiting)
+    replica.add("constrained", prompt_of(8), params=params_of(200, constraint=HELD))
+    for _ in range(100):
+        replica.clock.advance(replica.core.defer_s())
+        replica.step()
+    assert num_waits > 50
     assert replica.core._lead_s < 3e-3
 
 

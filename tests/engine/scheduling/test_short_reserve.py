@@ -1,6 +1,7 @@
 """Short requests beside long ones that hold all blocks or all rows."""
 
 import random
+from typing import Literal
 
 import pytest
 
@@ -93,16 +94,26 @@ def test_a_more_important_long_prompt_takes_the_place_of_a_less_important_one() 
 # ---- long prompts that the queue offers first, because a cache has most of them ------------------
 
 
-def replica_with(document: list[int], *, num_blocks: int, max_long_wait_s: float = 9.0) -> Replica:
+def replica_with(
+    document: list[int],
+    *,
+    num_blocks: int,
+    max_long_wait_s: float = 9.0,
+    short_share: float = 0.3,
+    mix: Literal["exclusive", "fill"] = "exclusive",
+) -> Replica:
     """Its cache has `document`, so prompts that begin with it are short in its queue."""
     replica = Replica(
         num_blocks=num_blocks,
         max_rows=8,
         max_num_batched_tokens=64,
         max_model_len=4 * num_blocks,
-        short_share=0.3,
+        short_share=short_share,
         laps=LapsConfig(
-            queue="laps", laps_length_threshold=THRESHOLD, max_long_wait_s=max_long_wait_s
+            queue="laps",
+            mix=mix,
+            laps_length_threshold=THRESHOLD,
+            max_long_wait_s=max_long_wait_s,
         ),
     )
     replica.add("document", document, params=params_of(1))
@@ -110,20 +121,27 @@ def replica_with(document: list[int], *, num_blocks: int, max_long_wait_s: float
     return replica
 
 
-def test_cached_prompts_do_not_take_the_blocks_of_one_that_has_aged() -> None:
-    document, draw = prompt_of(40, 99), random.Random(5)
-    replica = replica_with(document, num_blocks=48, max_long_wait_s=0.05)
+@pytest.mark.parametrize("mix", ["exclusive", "fill"])
+@pytest.mark.parametrize("short_share", [0.0, 0.3])
+@pytest.mark.parametrize("document_tokens", [0, 40])  # others are short; or long, but cached
+def test_who_goes_first_does_not_take_the_blocks_of_one_that_has_aged(
+    document_tokens: int, short_share: float, mix: Literal["exclusive", "fill"]
+) -> None:
+    document, draw = prompt_of(document_tokens or 1, 99), random.Random(5)
+    replica = replica_with(
+        document, num_blocks=48, max_long_wait_s=0.05, short_share=short_share, mix=mix
+    )
     long: Request | None = None
     for number in range(100):
         if replica.scheduler.statistics().num_waiting < 6:
-            turn = document + prompt_of(draw.randint(1, 9), number)
+            turn = document * (document_tokens > 0) + prompt_of(draw.randint(1, 9), number)
             replica.add(f"turn-{number}", turn, params=params_of(draw.choice((5, 12, 25))))
         replica.step()
         replica.clock.advance(0.01)
         if number == 30:
             long = replica.add("long", prompt_of(120, 7), params=params_of(SHORT))
     assert long is not None
-    assert long.key in replica.left  # it needs 30 of the 48 blocks, which turns kept taking
+    assert long.key in replica.left  # it needs 30 of the 48 blocks, which the others kept taking
 
 
 def test_who_is_refused_for_one_that_it_overtook_does_not_shut_that_one_out() -> None:

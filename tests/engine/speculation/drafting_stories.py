@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from engine import build_drafting
-from engine.build import Engine
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import Comm
 from engine.messages import Role

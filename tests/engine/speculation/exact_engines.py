@@ -11,8 +11,9 @@ from unittest.mock import patch
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import Role

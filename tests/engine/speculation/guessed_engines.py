@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.kv.cache import check_blocks
 from engine.request import Request, SamplingParams
 from engine.scheduling.dp_scheduler import DpScheduler

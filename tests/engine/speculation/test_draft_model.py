@@ -17,9 +17,10 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Asked, assert_same, run, save_exact_model
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 DRAFTS = {"speculation__drafter": "draft_model", "speculation__max_temperature": 9.0}
 
 

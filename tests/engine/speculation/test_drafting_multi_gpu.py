@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.cost_model import StepCosts, StepWork
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.scheduling.drafting import Drafting
 from engine.speculation.draft_model import DraftModel

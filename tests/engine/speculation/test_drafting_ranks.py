@@ -1,6 +1,5 @@
 """A model drafts where two ranks share it and the model that it drafts for."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +27,9 @@ from tests.engine.speculation.guessed_engines import (
 from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS: list[Kind] = [
     {"temperature": 0.0},
     {"temperature": 1.2},

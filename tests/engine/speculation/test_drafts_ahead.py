@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine import build_drafting
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.models.llama import attention_shape
 from engine.plan import NEWEST, StepPlan
@@ -31,9 +31,10 @@ from tests.engine.speculation.guessed_engines import Asked, assert_same, run, sa
 from tests.engine.speculation.verify_graphs import ExactRows
 from tests.harness.drafters import EveryOtherStep
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 FREE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.2},
@@ -150,7 +151,7 @@ def test_drafts_of_an_equal_model_are_all_right(
 ) -> None:
     """It draws with the target's noise, so each token, position and index is where it belongs."""
     # Graphs keep the model that they were captured with.
-    with patch("engine.runner.replica.build_model", lambda *_, **__: exact_model(folder)):
+    with patch("engine.runner.executor_builder.build_model", lambda *_, **__: exact_model(folder)):
         engine = _start(folder, "draft_model", folder, way=way)
     with exact_arithmetic(), launched_plans() as plans:
         for _ in range(2):  # the second time with prefixes that are here

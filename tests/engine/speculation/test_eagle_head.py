@@ -1,7 +1,6 @@
 """An EAGLE-3 head drafts: its guesses are an independent head's, and no answer changes."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from configs.errors import ConfigFileError
 from configs.load import load_config
 from demo_model.eagle_head import EagleHead
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
@@ -35,9 +34,10 @@ from tests.engine.speculation.guessed_engines import (
 )
 from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.drafters import RandomDrafts
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.build import Engine
+from engine.engine import Engine
 from engine.layers.context import SINGLE_RANK
 from engine.messages import Role
 from engine.request import SamplingParams
@@ -34,9 +34,10 @@ from tests.engine.speculation.mtp_models import make_guessable, save_mtp_model
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])

@@ -15,9 +15,10 @@ from tests.engine.speculation.guessed_engines import (
     save_exact_model,
 )
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 1.3},

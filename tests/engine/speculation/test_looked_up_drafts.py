@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.request import SamplingParams
 from tests.engine.speculation.guessed_engines import Asked, assert_same, run
 from tests.harness.in_process import start_engine
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 # A chi-square of 8 degrees of freedom exceeds it with a probability of 5e-7.
 CHI_SQUARE_LIMIT = 44.5
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)

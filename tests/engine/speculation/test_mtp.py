@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.errors import ConfigFileError
 from configs.load import load_config
-from engine.build import Engine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
@@ -18,9 +18,10 @@ from tests.engine.speculation.eagle_heads import DRAFTS, greedy_proposals, recor
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Kind, assert_same, run, with_shared_prefix
 from tests.engine.speculation.mtp_models import NUM_LAYERS, plain_mtp, save_mtp_model
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from engine.cost_model import PRIOR, StepCosts, StepWork
 from engine.speculation.controller import (
     Purse,
     SpeculationController,
-    SpeculationRules,
     StepDrafts,
     StepOffer,
     choose_drafts,
@@ -21,6 +20,7 @@ from engine.speculation.controller import (
     verify_work,
 )
 from engine.speculation.gates import RequestGates
+from engine.speculation.rules import SpeculationRules
 from engine.speculation.surcharge import StepKind
 
 RULES = SpeculationRules()

@@ -24,10 +24,11 @@ from tests.engine.speculation.guessed_engines import (
 )
 from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
 from tests.kernels.attention.attention_cases import assert_close, build_problem, run_layer
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 1.3},
@@ -180,7 +181,7 @@ def test_rows_of_few_tokens_are_attended_by_their_own_backend(rows: list[tuple[i
 
 
 def test_what_cannot_be_is_refused_with_the_way_out(folder: Path) -> None:
-    from configs.load import ConfigFileError
+    from configs.errors import ConfigFileError
 
     with pytest.raises(ConfigError, match=r"max_graph_tokens.*attention_backend to decode"):
         start_exact(folder, speculation__max_graph_tokens=32)

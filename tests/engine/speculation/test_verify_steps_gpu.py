@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from configs.load import load_config
-from engine.build import Engine, build_engine
+from engine.build import build_engine
 from engine.clock import MonotonicClock
+from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.request import SamplingParams
 from engine.runner.graphs import CudaRecorder
 from engine.runner.overlap_rule import OverlapRule
 from tests.engine.speculation.guessed_engines import Asked, assert_same, guess, run
 from tests.harness.in_process import Answer
+from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 pytestmark = pytest.mark.gpu
 
-SEED = random.SystemRandom().randrange(10**6)
+SEED = seed_of(__name__)
 MAX_LOGPROB_ERROR = 0.1  # bf16 and other tiles in three layers
 DECODE = {"speculation__attention_backend": "decode", "model__attention__decode": "triton"}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.build import Engine
+from engine.engine import Engine
 from engine.models.llama import attention_shape
 from engine.runner.graph_sizes import verify_sizes
 from engine.runner.graphs import GraphOutput

@@ -5,7 +5,6 @@ block holds behind its last token was left by somebody else: any finite number, 
 zeroes what was not.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from kernels.attention.protocol import (
     RowTensors,
     build_step,
 )
+from tests.harness.seeds import fresh_seed
 
 # Bound on norm(out - exact) / norm(exact).
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -88,13 +88,6 @@ class Problem:
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
-
-
-def fresh_seed() -> int:
-    """A new seed for every run, printed so that a failure can be repeated."""
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    return seed
 
 
 def build_problem(

@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.names import AttentionName, AttentionNames
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.reference import ReferenceAttention, ReferenceMetadata
-from kernels.attention.select import (
-    AttentionName,
-    AttentionNames,
-    automatic_name,
-    build_attention,
-    why_not,
-)
+from kernels.attention.select import automatic_name, build_attention, why_not
 from kernels.device import device_properties
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,

@@ -1,6 +1,5 @@
 """Attention over a store of e4m3 numbers against float64 of what the numbers stand for."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionBackend, AttentionShape
 from kernels.attention.reference import ReferenceAttention
 from kernels.kv.scales import KvScales
+from tests.harness.seeds import fresh_random, fresh_seed
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
@@ -19,7 +19,6 @@ from tests.kernels.attention.attention_cases import (
     Problem,
     assert_close,
     build_problem,
-    fresh_seed,
 )
 from tests.kernels.interpreter import drawn, run_interpreted
 
@@ -177,7 +176,7 @@ def _needle(dtype: torch.dtype, device: str, num_keys: int = NUM_LONG) -> tuple[
     """
     shape = _shape((2, 1), 64, layer_windows=(None,))
     problem = build_problem([(num_keys - 1, 1)], shape, block_size=16, dtype=dtype, device=device)
-    place = random.Random(fresh_seed()).randrange(num_keys // 10, num_keys)
+    place = fresh_random().randrange(num_keys // 10, num_keys)
     key = problem.keys[0][0, place]  # [kv_heads, head_dim]
     # The needle's score; the others' are random, with a standard deviation of 22 / 8.
     queries = 22.0 * 64**0.5 * key.float() / key.float().square().sum(dim=-1, keepdim=True)

@@ -7,6 +7,7 @@ import torch
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention, _split_by_padding
 from kernels.kv.append import kv_append
+from tests.harness.seeds import fresh_seed
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
@@ -14,7 +15,6 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
     build_problem,
     check,
-    fresh_seed,
     run_layer,
 )
 

@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from kernels.attention import flash_attn, select
+from kernels.attention.names import AttentionName, AttentionNames, BackendUnavailable
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
-from kernels.attention.select import (
-    AttentionName,
-    AttentionNames,
-    BackendUnavailable,
-    automatic_name,
-    build_attention,
-    why_not,
-)
+from kernels.attention.select import automatic_name, build_attention, why_not
 from kernels.device import device_properties
 from tests.harness.gpus import GPUS, gpu
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.names import AttentionName, AttentionNames
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, GraphAttention
-from kernels.attention.select import AttentionName, AttentionNames, build_attention
+from kernels.attention.select import build_attention
 from tests.kernels.attention.attention_cases import (
     TOLERANCES,
     FixedRows,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, build_step
+from tests.harness.seeds import fresh_random
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
@@ -21,7 +22,6 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
     build_problem,
     check,
-    fresh_seed,
     run_layer,
 )
 from tests.kernels.interpreter import drawn, run_interpreted
@@ -198,7 +198,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
     def same_bits() -> None:
         problem = build_problem(everything, _shape((8, 2), 64), block_size=16, dtype=torch.float32)
         fixed = _backend(problem, fixed_tile=True, prefill_config=prefill_config)
-        _check_bits(problem, fixed, random.Random(fresh_seed()))
+        _check_bits(problem, fixed, fresh_random())
 
     def replays(**backend: Any) -> Callable[[], None]:
         def run_check() -> None:
@@ -234,7 +234,7 @@ def plan_cases() -> None:
     """Called in a process of its own, where Triton interprets."""
     from kernels.attention.triton_decode import DecodeConfig, open_decode, plan_decode
 
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
     config = DecodeConfig(tile_keys=16, min_part_tiles=2, num_programs=10)
     for num_rows in (1, 7, 1025):
         lengths = [draw.choice([1, 15, 16, 17, draw.randrange(1, 400)]) for _ in range(num_rows)]
@@ -343,7 +343,7 @@ def test_small_tiles_equal_float64(rows: list[tuple[int, int]]) -> None:
 
 @pytest.mark.gpu
 def test_one_long_row_among_many_short_ones_is_split() -> None:
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
     rows = [(history, 1) for history in sorted(draw.randrange(300) for _ in range(200))]
     problem = build_problem(
         [*rows, (30_000, 1)],
@@ -424,7 +424,7 @@ def test_a_graph_follows_rows_that_change(dtype: torch.dtype, fixed_tile: bool) 
 def test_fixed_tiles_give_the_same_bits_in_any_company(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
-    cuts = random.Random(fresh_seed())
+    cuts = fresh_random()
     for rows in (ROW_SETS["everything"], LONG_ROWS):
         problem = build_problem(
             rows, _shape(heads, head_dim), block_size=16, dtype=dtype, device="cuda"

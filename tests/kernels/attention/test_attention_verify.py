@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionShape
 from kernels.kv.scales import KvScales
 from tests.harness.gpus import GPUS, gpu
+from tests.harness.seeds import fresh_random
 from tests.kernels.attention.attention_cases import (
     TOLERANCES,
     FixedRows,
@@ -19,7 +20,6 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
     build_problem,
     check,
-    fresh_seed,
     run_layer,
 )
 from tests.kernels.cross_compile import compiled_for
@@ -128,7 +128,7 @@ def _replay_problems(dtype: torch.dtype, device: str) -> list[Problem]:
 
 
 def interpreted_checks() -> list[Callable[[], None]]:
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
 
     def layers(
         heads: tuple[int, int],
@@ -263,7 +263,7 @@ def test_queries_of_a_row_equal_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 17, 200])
 def test_many_rows_with_drafts_equal_float64_every_time(num_rows: int) -> None:
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
     rows = sorted((draw.randrange(900), 4) for _ in range(num_rows))
     shape = replace(_shape((32, 8), 128), layer_windows=(None,))
     problem = build_problem(rows, shape, block_size=16, dtype=torch.bfloat16, device="cuda")

@@ -23,13 +23,8 @@ from kernels.attention.token_rows import expand_rows_torch, open_token_rows
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales, of_latent
 from tests.harness.gpus import gpu
-from tests.kernels.attention.attention_cases import (
-    ROW_SETS,
-    TOLERANCES,
-    FixedRows,
-    assert_close,
-    fresh_seed,
-)
+from tests.harness.seeds import fresh_seed
+from tests.kernels.attention.attention_cases import ROW_SETS, TOLERANCES, FixedRows, assert_close
 from tests.kernels.interpreter import drawn, run_interpreted
 
 NUM_LAYERS = 2

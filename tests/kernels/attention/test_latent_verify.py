@@ -1,6 +1,5 @@
 """Latent attention of rows that verify drafts against float64: interpreted, compiled, on a GPU."""
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.select import build_attention
 from tests.harness.gpus import GPUS, gpu
+from tests.harness.seeds import fresh_random
 from tests.kernels.attention.attention_cases import (
     TOLERANCES,
     FixedRows,
     assert_close,
-    fresh_seed,
 )
 from tests.kernels.attention.test_latent_attention import (
     SMALL,
@@ -103,7 +102,7 @@ def _check_replays(
 
 
 def interpreted_checks() -> list[Callable[[], None]]:
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
 
     def rows(max_queries: int) -> Rows:
         counts = [draw.randint(1, max_queries) for _ in range(draw.randint(1, 4))]
@@ -243,7 +242,7 @@ def test_queries_of_a_row_equal_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 17, 200])
 def test_many_rows_with_drafts_equal_float64_every_time(num_rows: int) -> None:
-    draw = random.Random(fresh_seed())
+    draw = fresh_random()
     rows = sorted((draw.randrange(900), 4) for _ in range(num_rows))
     problem = build_problem(rows, V2_LITE, dtype=torch.bfloat16, device="cuda")
     backend = _verify(problem, 4)

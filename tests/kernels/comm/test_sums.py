@@ -13,11 +13,12 @@ from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import sum_add_norm, sum_over_ranks
 from kernels.device import DeviceProperties
+from tests.harness.seeds import seed_of
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
 
 CHECKS = "tests.kernels.comm.interpreted"
-SEED = str(random.SystemRandom().randrange(2**32))
+SEED = str(seed_of(__name__))
 H200 = DeviceProperties(
     name="NVIDIA H200",
     capability=(9, 0),

@@ -173,7 +173,8 @@ def test_a_token_has_the_same_bits_in_any_batch(num_rows: int) -> None:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 300])
 def test_layers_choose_by_number_of_tokens(num_tokens: int, is_deterministic: bool) -> None:
-    from engine.layers.linear import LinearWeight, build_gated, build_linear
+    from engine.layers.build_linear import build_gated, build_linear
+    from engine.layers.linear import LinearWeight
 
     x, weight, bias = _case((num_tokens, 768, 256), torch.bfloat16, GPU, with_bias=True)
     linear = build_linear(LinearWeight(weight, bias), is_deterministic=is_deterministic)
@@ -187,14 +188,16 @@ def test_layers_choose_by_number_of_tokens(num_tokens: int, is_deterministic: bo
 @pytest.mark.gpu
 def test_a_weight_that_has_no_invariant_product_is_refused() -> None:
     from engine.errors import ConfigError
-    from engine.layers.linear import LinearWeight, build_linear
+    from engine.layers.build_linear import build_linear
+    from engine.layers.linear import LinearWeight
 
     with pytest.raises(ConfigError, match="batch-invariant"):
         build_linear(LinearWeight(torch.zeros(8, 24, device=GPU)), is_deterministic=True)
 
 
 def test_a_gate_on_a_cpu_is_two_steps() -> None:
-    from engine.layers.linear import LinearWeight, build_gated
+    from engine.layers.build_linear import build_gated
+    from engine.layers.linear import LinearWeight
 
     x, weight, bias = _case((5, 96, 40), torch.float32, CPU, with_bias=True)
     gated = build_gated(LinearWeight(weight, bias), _two_step_gate())

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales, e2m1_values
 from kernels.quant.int4 import pack_int4
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

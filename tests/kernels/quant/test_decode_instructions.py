@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.layers.quantized_weight import e2m1_values
-from kernels.quant.decode import (
+from kernels.quant.dequantize import (
     RAISE_INT4,
     SCALE_E2M1,
     WIDEN_E2M1,

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.eight_bits import widen_pairs
+from kernels.instructions import knows_e4m3
 from kernels.kv.scales import from_e4m3, to_e4m3
-from kernels.quant.decode import decode_e4m3, encode_e4m3, knows_e4m3
+from kernels.quant.dequantize import decode_e4m3, encode_e4m3
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.ops_checks import nearest
 

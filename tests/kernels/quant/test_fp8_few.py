@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers.linear import build_gated, build_linear, form_of
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import form_of
 from engine.layers.mlp import GatedMlp
 from kernels.ops import Ops
 from kernels.quant.coded_tokens import WIDE, CodedTokens, InputForm, decoded, reference

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.layers.linear import LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.build_linear import build_gated, build_linear
+from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.ops import Ops
 from kernels.quant.int4 import pack_int4, unpack_int4
-from kernels.quant.runs import choose_half
+from kernels.quant.sizes import choose_half
 from kernels.reference import TorchOps
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted

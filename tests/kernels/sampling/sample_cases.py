@@ -5,7 +5,6 @@ may have a clearly better score. "Surely" leaves 1e-5 of mass around top_p, and 
 """
 
 import math
-import secrets
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kernels.sampling.noise import gumbel
 from kernels.sampling.rows import Draws
+from tests.harness.seeds import fresh_seed
 
 _MASS_TOLERANCE = 1e-5
 _SCORE_TOLERANCE = 1e-5
@@ -50,8 +50,7 @@ ALL_KNOBS = [
 
 
 def fresh_generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     return torch.Generator().manual_seed(seed)
 
 

@@ -19,6 +19,7 @@ from load_tests.http_load.records import Header, Outcome, Record
 from load_tests.http_load.report import to_html, warnings
 from load_tests.http_load.results import Sweep, to_json
 from load_tests.http_load.scenario import LENGTH_CLASSES, Changes, read_scenario
+from tests.harness.seeds import fresh_random
 
 ROOT = Path(__file__).resolve().parents[3]
 SCENARIO = read_scenario("mixed")
@@ -88,7 +89,7 @@ def sweep_of(points: list[Point]) -> Sweep:
 
 
 def points(rates: list[float], outcome: Outcome = Outcome.COMPLETED) -> list[Point]:
-    rng = random.Random()
+    rng = fresh_random()
     return [
         Point(
             rate=rate,
@@ -164,7 +165,7 @@ def test_a_report_of_a_rate_of_which_nothing_is_known_is_whole(outcome: Outcome)
 
 
 def test_a_client_that_was_late_is_told() -> None:
-    late = record(random.Random(), 0)
+    late = record(fresh_random(), 0)
     fields = {name: getattr(late, name) for name in Record.__struct_fields__}
     one = Record(**(fields | {"due_s": (late.sent_s or 0.0) - 0.5}))
     point = Point(rate=3.0, runs=[run(3.0, 7, [one])], slo=SCENARIO.slo)

@@ -18,8 +18,9 @@ from load_tests.http_load.dialogue import (
 )
 from load_tests.http_load.scenario import Changes, Scenario, ScenarioError, change, read_scenario
 from load_tests.http_load.schedule import Piece, Session, draw_sessions, num_requests
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 CONTENT = Content(salt=SEED, vocab_size=1000)
 
 

@@ -1,7 +1,6 @@
 """Whole loads: locust, the sweep and the chat as processes against a server that a test scripts."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -16,12 +15,13 @@ from load_tests.http_load.records import Header, Outcome, Record, RunReader
 from load_tests.http_load.scenario import Changes, change, read_scenario
 from load_tests.http_load.schedule import draw_sessions
 from load_tests.sweep import main
+from tests.harness.seeds import seed_of
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-SEED = random.SystemRandom().randrange(2**16)
+SEED = seed_of(__name__)
 TIMEOUT_S = 120
 AGENTS = """
 name: few

@@ -1,17 +1,17 @@
 """The bench of synthetic acceptance accepts as many drafts as it says, on the shipped model."""
 
-import random
 from pathlib import Path
 
 import pytest
 
 from load_tests.lab.bench_accepted import Drafts, build_parser, measure
+from tests.harness.seeds import seed_of
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
 TINY = ["--model", str(MODEL), "--weights", "safetensors", "--device", "cpu", "--works", "3x20",
         "--attention-backend", "prefill", "--graph-tokens", "0", "--num-blocks", "64",
         "--max-model-len", "256", "--max-num-batched-tokens", "64", "--rounds", "1"]  # fmt: skip
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 
 
 @pytest.mark.parametrize(("num_drafts", "length"), [(3, 2.5), (1, 1.75), (8, 1.0), (4, 5.0)])

@@ -1,11 +1,12 @@
 """The engine figures are timed as the peer times its own, and read what others printed."""
 
 import json
-import random
+import os
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from engine.core import Executor
 from engine.messages import LoadReport, TokenRecord
 from engine.ranks.comm import GlooRanks
 from engine.request import RequestKey
-from load_tests.lab import bench_engine
+from load_tests.lab import bench_engine, turns
 from load_tests.lab.bench_engine import Bench, build_parser, engine_config, run, step_rounds_s
 from load_tests.lab.comparison import TARGETS, compare, read_chain, read_peer, render_comparisons
 from load_tests.lab.following import Following
@@ -26,9 +27,10 @@ from load_tests.lab.host_work import (
 )
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.works import DECODE_STEPS, DECODES, LONG_PREFILLS, SHORT_PREFILLS, Kind, Work
+from tests.harness.seeds import seed_of
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 TINY = ["--model", str(MODEL), "--weights", "safetensors", "--device", "cpu", "--max-rows", "4",
         "--max-model-len", "256", "--max-num-batched-tokens", "48",
         "--num-blocks", "256"]  # fmt: skip
@@ -211,8 +213,17 @@ def test_two_ranks_are_measured_as_one_engine(
     works = (Work(Kind.PREFILL, 3, 40), Work(Kind.DECODE, 4, 9))
     monkeypatch.setattr(bench_engine, "WORKS", works)
     monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
+    turn, figures = tmp_path / "turn", tmp_path / "figures.jsonl"
+
+    def let_others_measure(_: float) -> None:
+        assert not figures.exists(), "measured before its turn"
+        turn.touch()
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=let_others_measure))
     switches = [*TINY, "--no-host", "--quick", "--tensor-parallel", "2", "--json"]
+    switches += ["--turn", str(turn), "--figures", str(figures)]
     printed = json.loads(_run(switches, tmp_path))
+    assert turn.exists()
     assert list(printed["works"]) == [work.key for work in works]
     host = {name: figure["value"] for name, figure in printed["host"].items()}
     assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
@@ -221,9 +232,26 @@ def test_two_ranks_are_measured_as_one_engine(
     assert lived_on == [False]
 
 
+def test_a_step_that_does_not_end_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counted in looks, so that a run which was stopped and goes on has not stalled."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    others = Following(engine_config(MODEL, build_parser().parse_args(TINY)), tmp_path)
+    assert others._turn() is None
+    others._steps.num_launched = 1
+    assert others._turn() == 0
+    others._on_stall()
+    assert ended == [1]
+    assert "no step ended for 60 s" in capsys.readouterr().err
+    others._steps.num_ended = 1
+    assert others._turn() is None
+
+
 HANGS = """
 import sys, threading
-from load_tests.lab import bench_engine
+from load_tests.lab import bench_engine, turns
 bench_engine.WARM_UPS = ((2, 5, 6),)
 bench_engine.CLOSE_S = 0.5
 bench_engine.Following.__exit__ = lambda *_: threading.Event().wait()
@@ -265,6 +293,8 @@ def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench) -> None
     assert figures[f"host: encode {NUM_STREAMS} messages"].value > 0
     for name in ("step", f"step beside {NUM_STREAMS} streams"):
         assert 0 < figures[f"{name}, p50"].value <= figures[f"{name}, p99"].value
+        of_device = figures[f"{name}, p99 of the device above its neighbours"].value
+        assert 0 < of_device < figures[f"{name}, p99"].value
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from load_tests.lab import bench_engine_vllm
+from load_tests.lab import bench_engine_vllm, turns
 from load_tests.lab.bench_engine_vllm import build_parser, llm_options, main, run
 from load_tests.lab.comparison import compare, read_peer
 from load_tests.lab.works import Kind, Work
@@ -101,9 +101,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> CountingVllm:
     counting = CountingVllm()
     monkeypatch.setitem(sys.modules, "vllm", counting)
     monkeypatch.setattr(os, "environ", {"VLLM_USE_FLASHINFER_SAMPLER": "1"})
-    clock = SimpleNamespace(
-        perf_counter=lambda: counting.now_s, sleep=lambda seconds: print(f"slept {seconds:g} s")
-    )
+    clock = SimpleNamespace(perf_counter=lambda: counting.now_s)
     monkeypatch.setattr(bench_engine_vllm, "time", clock)
     return counting
 
@@ -115,7 +113,14 @@ def test_medians_of_the_rounds_are_what_bench_engine_reads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = "--works prefill_32x1024 short_prefill_8x64 decode_bs16 decode_bs256 --kv-dtype fp8"
-    monkeypatch.setattr(sys, "argv", ["bench_engine_vllm", *asked.split(), "--hold-s", "2"])
+    turn = tmp_path / "turn"
+    monkeypatch.setattr(sys, "argv", ["bench_engine_vllm", *asked.split(), "--turn", str(turn)])
+
+    def let_others_measure(_: float) -> None:
+        print("others measure")
+        turn.touch()
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=let_others_measure))
     main()
     printed = tmp_path / "vllm.txt"
     printed.write_text(capsys.readouterr().out)
@@ -126,7 +131,7 @@ def test_medians_of_the_rounds_are_what_bench_engine_reads(
         (8, 128, 8), (64, 512, 4), *[(32, 1024, 1)] * 3, *[(8, 64, 1)] * 7,
     ]  # fmt: skip
     assert compare(WORKS[2], [8e-3], 1e-3, peer=peer, chain={}).ratio == pytest.approx(0.8)
-    assert "slept 2 s\nready and warm\nslept 2 s\n" in printed.read_text()
+    assert "ready and warm\nothers measure\nROW" in printed.read_text()
     about = next(line for line in printed.read_text().splitlines() if line.startswith("ABOUT "))
     assert json.loads(about.removeprefix("ABOUT "))["vllm"] == "0.26.0"
     assert vllm.options["kv_cache_dtype"] == "fp8"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
@@ -12,9 +11,10 @@ import pytest
 
 from load_tests.lab.bench_http import FreshPrompts, Server, Stages
 from load_tests.lab.bench_transformers import encoder
+from tests.harness.seeds import seed_of
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 T = TypeVar("T")
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -16,6 +15,7 @@ from load_tests.lab.ingress_null import NullWorker
 from load_tests.lab.ingress_profile import REST, group_of, shares_of
 from load_tests.lab.ingress_server import role_of
 from load_tests.testbed.ingress_client import Client, Reply
+from tests.harness.seeds import fresh_random
 
 
 def chunked(events: Sequence[bytes]) -> bytes:
@@ -60,7 +60,7 @@ def ask(answers: list[bytes], piece: int) -> list[Reply]:
 
 
 def test_the_client_reads_answers_however_they_are_cut() -> None:
-    rng = random.Random()
+    rng = fresh_random()
     tokens = [[rng.randrange(5000) for _ in range(rng.randrange(3))] for _ in range(7)]
     stream = chunked([event(ids) for ids in tokens] + [b"data: [DONE]\n\n"])
     refusal = (

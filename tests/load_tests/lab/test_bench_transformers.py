@@ -7,11 +7,12 @@ import pytest
 
 from load_tests.lab.bench_transformers import Agreement, TransformersModel, bench_config, measure
 from load_tests.lab.in_process import EngineInProcess
+from tests.harness.seeds import seed_of
 
 pytestmark = pytest.mark.slow
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 NUM_TOKENS = 5
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from load_tests.prompts import SourceText, build_prompts, draw_lengths
 from load_tests.tables import at_least, at_most, median_figure, render, to_json
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 WORDS = ["alpha", "beta", "gamma", "delta"]
 
 

@@ -21,8 +21,9 @@ from load_tests.lab.kernel_profile import (
     render_kernels,
     render_profile,
 )
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 
 
 def runs_of(*runs: tuple[str, float, float]) -> list[KernelRun]:

@@ -14,9 +14,10 @@ from engine.request import RequestKey
 from load_tests.lab.mixed_http import Asking, HttpClients, serve_over_http
 from load_tests.lab.open_loop import TokenReader
 from load_tests.mixed_load import Arrival, MixedLoad, Served, Stamps
+from tests.harness.seeds import seed_of
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=1, num_blocks=1)
 
 

@@ -19,8 +19,9 @@ from load_tests.mixed_report import (
     render_points,
     target_figures,
 )
+from tests.harness.seeds import seed_of
 
-SEED = random.SystemRandom().randrange(2**32)
+SEED = seed_of(__name__)
 LIMITS = Limits(short_ttft_s=0.1, long_ttft_s=1.0, tpot_s=0.05)
 PEER = """INFO ready
 RESULT {"rate": 16, "requests": 350, "short_ttft_p90_ms": 94, "tpot_p99_ms": 22}

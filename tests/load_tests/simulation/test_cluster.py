@@ -12,6 +12,7 @@ from load_tests.simulation.routing import Policy
 from load_tests.simulation.scenario import with_policies
 from load_tests.simulation.worker import WorkerSpec
 from load_tests.simulation.workload import Mix, Workload, drawn
+from tests.harness.seeds import fresh_seed
 
 ONLINE = Mix(0.8)
 
@@ -151,7 +152,7 @@ def test_pools_never_run_empty_while_the_traffic_turns_over(policy: str) -> None
     spec = with_policies(
         ClusterSpec(worker=WorkerSpec(laps=laps), num_prefill=4), "laps", Policy.LAPS
     )
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(fresh_seed())
     arrival_s = np.sort(rng.uniform(0.0, 40.0, 1600))
     is_long = (arrival_s % 10.0 > 5.0) & (rng.random(1600) < 0.7)
     served = serve(

@@ -1,12 +1,8 @@
-"""Builds one model replica on its device: weights, attention, KV memory, warm-up and graphs.
+"""Builds a warmed-up executor on its device: weights, attention, KV memory, graphs.
 
-The number of KV blocks that fit a GPU is measured with a trial executor, not estimated. The trial
-has few blocks and does everything else that takes memory (the largest step, every kind of sampling,
-every graph). What it leaves of the allowed share is used for blocks. Does not know what runs on a
-replica or when.
+Does not know what runs on the executor or when.
 """
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,32 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import AppConfig, LapsConfig, ModelConfig, SpeculationConfig
+from configs.schema import AppConfig
 from engine.errors import ConfigError
-from engine.kv.layout import ComputeDtype, KvLayout
+from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.layers.moe import Mixture
+from engine.model_folder import DTYPES, compute_dtype
 from engine.models.kv_scales import scales_of_rank
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
-from engine.ranks.agreement import least, meet
+from engine.ranks.agreement import meet
 from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.calibration import Room
+from engine.runner.captured_sizes import build_prompt_sizes, build_verify_sizes, replays_graphs
 from engine.runner.executor import Executor
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import (
-    MAX_LATENT_TOKENS,
-    GraphSize,
-    PromptSizes,
-    ragged_sizes,
-    verify_sizes,
-)
 from engine.runner.graphs import CudaRecorder, Recorder
-from engine.runner.grid_sizes import grid_sizes
+from engine.runner.kv_memory import held_again, num_blocks_that_fit
 from engine.runner.overlap_rule import build_rule, layer_costs
 from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
@@ -50,95 +41,33 @@ from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.masks import load_mask_function
+from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.phased import Phases
-from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.attention.select import build_attention
 from kernels.attention.select_verify import add_verification
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales
 
-
-def num_blocks_that_fit(
-    run_trial: Callable[[], None],
-    *,
-    trial_blocks: int,
-    block_bytes: int,
-    share: float,
-    num_beside: int = 0,
-    comm: Comm = SINGLE_RANK,
-) -> int:
-    """The number of KV blocks that fit in `share` of the memory of each rank's GPU.
-
-    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks. `num_beside`: of
-    blocks that others will take. Raises ConfigError when less than the trial's own blocks fit.
-    """
-    run_trial()
-    torch.cuda.synchronize()
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    taken_bytes = total_bytes - free_bytes + (num_beside - trial_blocks) * block_bytes
-    num_blocks = least(comm, int(share * total_bytes - taken_bytes) // block_bytes)
-    if num_blocks < trial_blocks:
-        raise ConfigError(
-            f"cache.gpu_memory_utilization: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves"
-            f" room for {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of"
-            f" weights, activations, graphs and staged blocks; one step needs {trial_blocks}. Raise"
-            " it, lower scheduler.max_num_batched_tokens or max_num_seqs, or use a smaller model"
-        )
-    gc.collect()
-    torch.cuda.empty_cache()
-    return num_blocks
-
-
-def held_again(device: torch.device) -> Tensor:
-    """As much memory as steps on `device` took and gave back, which torch keeps for later steps.
-
-    Whoever holds it while graphs are captured has it kept: before each capture torch gives the GPU
-    what nobody holds, and a trial would not count it.
-    """
-    num_bytes = 0
-    if device.type == "cuda":
-        num_bytes = torch.cuda.memory_reserved(device)
-        torch.cuda.empty_cache()
-        num_bytes -= torch.cuda.memory_reserved(device)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
 logger = logging.getLogger(__name__)
-
-DTYPES: dict[ComputeDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def compute_dtype(model: ModelConfig, spec: ModelSpec) -> ComputeDtype:
-    """The dtype of weights and activations: as configured; "auto" = fp32 on a CPU, else the files'.
-
-    That of K and V too, unless cache.kv_dtype says another.
-    """
-    if model.dtype != "auto":
-        return model.dtype
-    return "float32" if model.device == "cpu" else spec.dtype
-
 
 # From an executor's store to what becomes of the model's exports in its steps.
 KeepExports = Callable[[KvStore], ExportKeeper]
 
 
-class Replica:
+class ExecutorBuilder:
     """Builds the executor of `config`, for a trial or for use."""
 
     def __init__(
         self,
         config: AppConfig,
+        *,
         spec: ModelSpec,
         layout: KvLayout,
         sizes: StepSizes,
         model: CausalLM | None = None,
         matchers: Matchers | None = None,
-        *,
         sends_blocks: bool = False,
-        num_beside: int = 0,
+        num_staged: int = 0,
         comm: Comm = SINGLE_RANK,
         kv_scales: Tensor | None = None,
     ) -> None:
@@ -146,7 +75,7 @@ class Replica:
 
         `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
-        `Executor`. `num_beside`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
+        `Executor`. `num_staged`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
         heads of all ranks] for a layout of e4m3 numbers. Raises ConfigError if model, backend and
         device do not go together.
         """
@@ -156,7 +85,7 @@ class Replica:
         self._sizes = sizes
         self._matchers = matchers
         self._sends_blocks = sends_blocks
-        self._num_beside = num_beside
+        self._num_staged = num_staged
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._target: Executor | None = None
@@ -170,7 +99,7 @@ class Replica:
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
         attention = self._build_attention()  # before loading, so that errors come early
-        self._uses_graphs = _uses_graphs(config, attention)
+        self._uses_graphs = replays_graphs(config, attention)
         self._prompt_sizes = build_prompt_sizes(
             config.laps,
             sizes,
@@ -241,7 +170,7 @@ class Replica:
             trial_blocks=trial_blocks,
             block_bytes=layout.block_bytes,
             share=self._config.cache.gpu_memory_utilization,
-            num_beside=self._num_beside,
+            num_staged=self._num_staged,
             comm=self._comm,
         )
 
@@ -442,73 +371,3 @@ class Replica:
             return phases
         except BackendUnavailable as error:
             raise ConfigError(f"model.attention: {error}") from error
-
-
-def _uses_graphs(config: AppConfig, attention: Phases) -> bool:
-    """Whether decode steps replay CUDA graphs. ConfigError if requested but impossible."""
-    asked = config.execution.cuda_graphs
-    if asked and not attention.can_capture:
-        raise ConfigError(
-            "execution.cuda_graphs: the decode backend cannot be captured; set"
-            " model.attention.decode to triton, flashinfer or flash_attn, or leave it out"
-        )
-    if asked is None:
-        return config.model.device == "cuda" and attention.can_capture
-    return asked
-
-
-def build_prompt_sizes(
-    laps: LapsConfig,
-    sizes: StepSizes,
-    attention: Phases,
-    *,
-    uses_graphs: bool,
-    is_latent: bool = False,
-    has_dp_attention: bool = False,
-) -> PromptSizes | None:
-    """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
-    asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
-    if has_dp_attention and not asked:
-        return None  # all ranks' rows are padded to the longest of any: not without being asked
-    is_possible = uses_graphs and attention.can_capture_prompts
-    if (asked or is_grid) and not is_possible:
-        key = "enable_batch_prefill_cuda_graph" if asked else "batch_prefill_form: grid"
-        raise ConfigError(f"laps.{key}: {_why_no_prompt_graphs(uses_graphs=uses_graphs)}")
-    if asked is False or not is_possible:
-        return None
-    if is_grid:
-        return grid_sizes(
-            laps.batch_prefill_batch_sizes,
-            laps.batch_prefill_seq_lengths,
-            max_row_tokens=laps.batch_prefill_max_seq_len,
-        )
-    max_tokens = min(sizes.max_tokens, MAX_LATENT_TOKENS) if is_latent else sizes.max_tokens
-    return ragged_sizes(sizes.max_rows, max_tokens, max_graph_rows=sizes.max_graph_rows)
-
-
-def build_verify_sizes(
-    asked: SpeculationConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
-) -> list[GraphSize]:
-    """The steps with drafts to capture. ConfigError if requested but impossible."""
-    if asked.max_graph_tokens == 0:
-        return []
-    if not (uses_graphs and attention.can_capture_verification):
-        raise ConfigError(
-            "speculation.max_graph_tokens: the backend that verifies cannot be captured; set"
-            " speculation.attention_backend to decode with model.attention.decode triton, or"
-            " model.attention.prefill to flash_attn or triton, or leave the key out"
-        )
-    most = min(sizes.max_rows * (1 + asked.max_drafts), sizes.max_tokens, asked.max_graph_tokens)
-    return verify_sizes(sizes.max_rows, most) if most > 1 else []
-
-
-def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:
-    if not uses_graphs:
-        return (
-            "decode steps replay no graphs here, so prompts cannot; set model.attention.decode to"
-            " triton, flashinfer or flash_attn, or leave the key out"
-        )
-    return (
-        "the prefill backend cannot be captured; set model.attention.prefill to flash_attn or"
-        " triton, or leave the key out"
-    )

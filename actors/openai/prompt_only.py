@@ -1,6 +1,5 @@
-"""What answers say of prompts, and the arithmetic from log-probabilities to scores."""
+"""Requests that generate nothing: what they ask of their prompts. Plain records."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,16 +34,4 @@ class Embedding:
     as_base64: bool  # of float32, little-endian; else a list of numbers
 
 
-def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:
-    """Returns each label's probability, or its share among the labels.
-
-    A label that the model rules out (-inf) has 0; if it rules out all of them, each share is 0.
-    """
-    if not apply_softmax:
-        return [math.exp(value) for value in logprobs]
-    best = max(logprobs)
-    if best == -math.inf:
-        return [0.0] * len(logprobs)
-    weights = [math.exp(value - best) for value in logprobs]
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]
+PromptOnly = Scoring | Reranking | PairScoring | Embedding

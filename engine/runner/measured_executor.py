@@ -8,7 +8,7 @@ from engine.runner.executor import Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredExecutor:
     """An executor, and what is known of it before its first request."""
 
     executor: Executor

@@ -8,7 +8,7 @@ from engine.messages import Submit, TiersAfter, decode, encode
 from engine.request import RequestKey
 
 
-class EngineWorker:
+class WorkerActor:
     """Calls of the supervisor and of the ingresses. Async: the event loop only moves messages."""
 
     def __init__(self, host: EngineHost, calls: Mapping[str, Handler] | None = None) -> None:

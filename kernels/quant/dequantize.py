@@ -14,27 +14,10 @@ whose last place is one, is 128 + q or 1024 + q: subtracting 128 + z or 1024 + z
 without a conversion of an integer.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
-_E4M3_CAPABILITY = (8, 9)
 _NAN_E4M3 = tl.constexpr(0x7F)
-
-
-@cache
-def knows_e4m3(device: torch.device) -> bool:
-    """Whether the GPU converts e4m3 by itself; the interpreter does not."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
-
-
-def uses_ptx(device: torch.device) -> bool:
-    """Whether kernels may hold instructions of the GPU; the interpreter has none."""
-    return device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
 # Two bytes become a pair of bfloat16: before each come eight copies of its sign, so that one shift

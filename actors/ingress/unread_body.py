@@ -1,0 +1,77 @@
+"""Ends connections on which the body of an answered request still comes.
+
+An answer may be ready before the body of its request has come, such as a refusal of its key or of
+its length. A client reads it when it has sent everything: if the server closed the connection at
+once, most clients would see a lost connection and no answer. If the server kept it, it would have
+to read and drop whatever comes, without an end. So the rest has the time that every body has, and
+then the connection is closed.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CLOSE = (b"connection", b"close")
+
+
+class UnreadBody:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, *, limit_s: float) -> None:
+        """limit_s: from the headers of a request to the end of its body."""
+        self._app = app
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(scope):
+            await self._app(scope, receive, send)
+            return
+        until_s = asyncio.get_running_loop().time() + self._limit_s
+        exchange = _Exchange(receive, send)
+        await self._app(scope, exchange.receive, exchange.send)
+        await exchange.end(until_s)
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
+
+
+class _Exchange:
+    """One request with a body, and its answer; the answer's end is kept until the body has come."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._has_come = False  # the whole body, or the client has gone
+        self._owes_end = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._has_come |= not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._has_come:
+            await self._send(message)
+            return
+        if message["type"] == "http.response.start":
+            kept = [header for header in message.get("headers", ()) if header[0] != CLOSE[0]]
+            message = {**message, "headers": [*kept, CLOSE]}
+        elif not message.get("more_body", False):
+            message = {**message, "more_body": True}
+            self._owes_end = True
+        await self._send(message)
+
+    async def end(self, until_s: float) -> None:
+        """Ends the answer when the body has come; at `until_s` of the event loop at the latest."""
+        if not self._owes_end:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                while not self._has_come:
+                    await self.receive()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
