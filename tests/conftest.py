@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -23,8 +22,6 @@ from tests.harness.seeds import TEST_SEED, aside, seed_libraries, seed_of
 
 TESTS = Path(__file__).parent
 LAB = TESTS / "load_tests" / "lab"
-# Of a file's tests, all of which have it: the first marker of its `pytestmark`.
-_MARKERS_OF_ALL = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", re.MULTILINE)
 
 # A machine that is busy with other tests must not look like an example that takes too long.
 settings.register_profile("any machine", deadline=None)
@@ -48,19 +45,14 @@ def _end_on_signals() -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files whose tests `make test` and `make test-lab` would all deselect.
 
-    Their imports take longer than many a test. A marker's name stands in the file of its tests, and
-    behind `pytestmark` if it is that of all of them.
+    Their imports take longer than many a test. A marker's name stands in the file of its tests.
     """
     asked_for = str(config.option.markexpr)
+    if asked_for.startswith("ray and ") and collection_path.suffix == ".py":
+        return "mark.ray" not in collection_path.read_text() or None
     if collection_path == LAB:
         return "not lab" in asked_for or None
-    if not asked_for or collection_path.suffix != ".py":
-        return None
-    text = collection_path.read_text()
-    if asked_for.startswith("ray and ") and "mark.ray" not in text:
-        return True
-    needed = () if " or " in asked_for else asked_for.split(" and ")
-    return any(f"not {name}" in needed for name in _MARKERS_OF_ALL.findall(text)) or None
+    return None
 
 
 @pytest.fixture(scope="session")
