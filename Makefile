@@ -1,7 +1,9 @@
 # `make serve` and `make test` need nothing but a Python >= 3.11: they create .venv themselves.
 PYTHON ?= python3
 VENV    := .venv
-PIP     := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP     := $(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+# By all cores: pip would use one, for a minute. A file that does not compile is not imported either.
+COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 SERVING := $(VENV)/.serving
 TESTING := $(VENV)/.testing
 # `make serve HOST=0.0.0.0 PORT=8080`; the shell's own HOST is its machine's name and is not meant.
@@ -28,11 +30,13 @@ EVERYDAY := not gpu and not multi_gpu and not nightly
 $(SERVING): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -e .
+	@$(COMPILE)
 	@touch $@
 
 # Linters and test tools, into the same environment.
 $(TESTING): $(SERVING)
 	$(PIP) --quiet -e '.[dev]'
+	@$(COMPILE)
 	@touch $@
 
 serve: $(SERVING)

@@ -102,7 +102,9 @@ def build_below_device(
         arena.close()  # else the file stays as long as this process, which lives on to say why
         raise
     logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
-    return BelowDevice(tier=HostTier(arena, mover, disk), parts=parts)
+    is_staged = store.device.type == "cuda"
+    tier = HostTier(arena, mover, disk, num_staged=num_staged if is_staged else None)
+    return BelowDevice(tier=tier, parts=parts)
 
 
 def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskTier | None:

@@ -20,6 +20,11 @@ def given(place: int) -> int:
     return NEWEST - 1 - place
 
 
+def all_given(num_places: int) -> list[int]:
+    """`given` of the first so many places."""
+    return list(range(given(0), given(num_places), -1))
+
+
 class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
     """A request entering a device row (new, handed over, or back after preemption)."""
 

@@ -213,6 +213,8 @@ class Request:
     # When it ends: by its parameters, and by the rules of the scheduler that runs it.
     max_known_tokens: int = field(init=False)  # ends at this length, whatever its tokens are
     stop_ids: frozenset[int] = field(init=False)  # ends with any of these
+    # Whether a choice depends on earlier tokens, or on their number beyond the index of its noise.
+    depends_on_tokens: bool = field(init=False)
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.tokens), (
@@ -229,6 +231,10 @@ class Request:
         self.first_token_due_s = None if ttft_s is None else asked_s + ttft_s
         self.max_known_tokens = self.num_prompt_tokens + self.params.max_tokens
         self.stop_ids = frozenset(self.params.stop_token_ids)
+        params = self.params
+        self.depends_on_tokens = bool(
+            params.needs_history or params.is_constrained or params.min_tokens
+        )
 
     @property
     def num_known_tokens(self) -> int:

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.kv.layout": (),
     "engine.kv.hashes": ("engine.request", "engine.kv.layout"),
     "engine.kv": (
+        "engine.clock",
         "kernels",
         "engine.errors",
         "engine.request",

@@ -142,25 +142,32 @@ class Api:
         app.add_exception_handler(TimeoutError, self._on_error)
         app.add_exception_handler(ClientDisconnect, self._on_error)
         app.add_exception_handler(StarletteHTTPException, self._on_http_error)
+        self._add_middlewares(app)
+        return app
+
+    def _add_middlewares(self, app: FastAPI) -> None:
+        """Puts what every request passes around the routes; the last one is the outermost."""
+        edge, api = self._config.edge, self._config.api
         app.add_middleware(StoppingGate, stopping=self._edge.stopping)
         app.add_middleware(
             KeyGate,
             keys=self._edge.keys,
-            limits=self._config.edge,
+            limits=edge,
             on_refused=self._metrics.count_failed,
-            open_paths=self._config.api.open_paths,
+            open_paths=api.open_paths,
         )
-        if self._config.api.cors_origins:
+        if api.cors_origins:
             # Around the keys: a browser asks without one whether it may ask.
             app.add_middleware(
                 CORSMiddleware,
-                allow_origins=self._config.api.cors_origins,
+                allow_origins=api.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
-        app.add_middleware(UnreadBody, limit_s=self._config.edge.upload_timeout_s)
-        return app
+        app.add_middleware(
+            UnreadBody, limit_s=edge.upload_timeout_s, limit_bytes=edge.max_body_bytes
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:

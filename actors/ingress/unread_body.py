@@ -4,7 +4,7 @@ An answer may be ready before the body of its request has come, such as a refusa
 its length. A client reads it when it has sent everything: if the server closed the connection at
 once, most clients would see a lost connection and no answer. If the server kept it, it would have
 to read and drop whatever comes, without an end. So the rest has the time that every body has, and
-then the connection is closed.
+may be a few times as long as one may be; then the connection is closed.
 """
 
 import asyncio
@@ -13,22 +13,24 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLOSE = (b"connection", b"close")
+READ_TIMES = 8  # how much longer than allowed a body may be for its client to find the answer
 
 
 class UnreadBody:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, *, limit_s: float) -> None:
-        """limit_s: from the headers of a request to the end of its body."""
+    def __init__(self, app: ASGIApp, *, limit_s: float, limit_bytes: int) -> None:
+        """limit_s: from the headers of a request to the end of its body; limit_bytes: of that."""
         self._app = app
         self._limit_s = limit_s
+        self._limit_bytes = READ_TIMES * limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
             await self._app(scope, receive, send)
             return
         until_s = asyncio.get_running_loop().time() + self._limit_s
-        exchange = _Exchange(receive, send)
+        exchange = _Exchange(receive, send, self._limit_bytes)
         await self._app(scope, exchange.receive, exchange.send)
         await exchange.end(until_s)
 
@@ -43,15 +45,17 @@ def _has_body(scope: Scope) -> bool:
 class _Exchange:
     """One request with a body, and its answer; the answer's end is kept until the body has come."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
         self._receive = receive
         self._send = send
+        self._num_bytes_left = limit_bytes
         self._has_come = False  # the whole body, or the client has gone
         self._owes_end = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._has_come |= not message.get("more_body", False)
+        self._num_bytes_left -= len(message.get("body", b""))
         return message
 
     async def send(self, message: Message) -> None:
@@ -67,11 +71,11 @@ class _Exchange:
         await self._send(message)
 
     async def end(self, until_s: float) -> None:
-        """Ends the answer when the body has come; at `until_s` of the event loop at the latest."""
+        """Ends the answer when the body has come, or is too long, at `until_s` at the latest."""
         if not self._owes_end:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                while not self._has_come:
+                while not self._has_come and self._num_bytes_left > 0:
                     await self.receive()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -163,7 +163,7 @@ class RankWorker:
             self._work = self._beside(self._spec, engine, rank, self._name)
             works["heads"] = beside(self._work)
         if (part := engine.below_device.part) is not None:
-            works["host tier"] = part.begin
+            works |= {"host save": part.begin, "host load": part.begin}
         return AsideThreads(self._ring, works, self._fail).begin if works else None
 
     def _on_silence(self, _: int) -> None:

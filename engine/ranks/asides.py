@@ -24,7 +24,7 @@ from engine.ranks.ring_messages import Aside, AsideAnswer, Kind, encode, split_r
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
+NUM_THREADS = 4  # of each kind of work
 MAX_ERROR_CHARS = 1000
 
 Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
@@ -119,7 +119,11 @@ class AsideThreads:
         self._works = works
         self._on_failure = on_failure
         self._answering = threading.Lock()  # the parts of one answer after the other
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
+        # Of each kind, so that a load does not wait until what was saved before it is copied.
+        self._threads = {
+            kind: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"aside {kind}")
+            for kind in works
+        }
 
     def begin(self, aside: Aside) -> None:
         """Called on the thread that steps; does not wait for the work."""
@@ -127,7 +131,7 @@ class AsideThreads:
             rest = self._works[aside.kind](aside.work)
         except Exception as failure:  # noqa: BLE001 - as if the rest had failed
             rest = partial(_fail, failure)
-        self._threads.submit(self._do, aside.number, rest)
+        self._threads[aside.kind].submit(self._do, aside.number, rest)
 
     def _do(self, number: int, rest: Callable[[], bytes]) -> None:
         data, error = b"", ""

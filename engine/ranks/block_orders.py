@@ -5,8 +5,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-HOST_TIER: Literal["host tier"] = "host tier"  # the kind of these asides
-
 
 class SaveParts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Rank 0 -> others: these blocks of the device into those of the arena."""
@@ -22,11 +20,19 @@ class LoadParts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_ids: list[int]
 
 
-_orders = msgspec.msgpack.Decoder(SaveParts | LoadParts)
+Order = SaveParts | LoadParts
 
 
-def decode_order(work: bytes) -> SaveParts | LoadParts:
-    order: SaveParts | LoadParts = _orders.decode(work)
+def kind_of(order: Order) -> Literal["host save", "host load"]:
+    """The kind of aside that it is."""
+    return "host save" if isinstance(order, SaveParts) else "host load"
+
+
+_orders = msgspec.msgpack.Decoder(Order)
+
+
+def decode_order(work: bytes) -> Order:
+    order: Order = _orders.decode(work)
     return order
 
 

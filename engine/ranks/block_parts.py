@@ -29,7 +29,14 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.ranks.agreement import meet, value_of_first
 from engine.ranks.asides import Asides
-from engine.ranks.block_orders import HOST_TIER, LoadParts, SaveParts, decode_order, encode_digests
+from engine.ranks.block_orders import (
+    LoadParts,
+    Order,
+    SaveParts,
+    decode_order,
+    encode_digests,
+    kind_of,
+)
 from engine.ranks.own_moves import OwnBlocks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
@@ -111,9 +118,9 @@ class LedMover:
 
         return load
 
-    def _ask(self, order: SaveParts | LoadParts, num_ended: int) -> Callable[[], list[bytes]]:
+    def _ask(self, order: Order, num_ended: int) -> Callable[[], list[bytes]]:
         """num_ended: steps whose blocks they may be; the others may be a little behind rank 0."""
-        return self._asides.begin(msgspec.msgpack.encode(order), HOST_TIER, num_ended)
+        return self._asides.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
 
     def _digests(
         self,

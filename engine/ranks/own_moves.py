@@ -14,7 +14,14 @@ import numpy as np
 from engine.kv.host.movers import BlockMover, Copy
 from engine.kv.rank_caches import find_rank
 from engine.ranks.asides import Asides
-from engine.ranks.block_orders import HOST_TIER, LoadParts, SaveParts, decode_order, encode_digests
+from engine.ranks.block_orders import (
+    LoadParts,
+    Order,
+    SaveParts,
+    decode_order,
+    encode_digests,
+    kind_of,
+)
 from engine.ranks.step_counts import StepCounts
 
 
@@ -71,11 +78,9 @@ class LedOwnMover:
 
         return load
 
-    def _ask(
-        self, rank: int, order: SaveParts | LoadParts, num_ended: int
-    ) -> Callable[[], list[int]]:
+    def _ask(self, rank: int, order: Order, num_ended: int) -> Callable[[], list[int]]:
         """num_ended: steps whose blocks they may be; that rank may be a little behind rank 0."""
-        others = self._asides.begin(msgspec.msgpack.encode(order), HOST_TIER, num_ended)
+        others = self._asides.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
 
         def wait() -> list[int]:
             digests: list[int] = np.frombuffer(others()[rank - 1], np.int64).tolist()

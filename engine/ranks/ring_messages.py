@@ -16,9 +16,8 @@ from engine.request import Constraint
 
 # ---- orders --------------------------------------------------------------------------------------
 
-Kind = Literal[
-    "heads", "host tier"
-]  # of an aside: heads between workers, or blocks to and from host memory
+# Of an aside: heads between workers; blocks to host memory, and from there.
+Kind = Literal["heads", "host save", "host load"]
 
 
 class LaunchStep(msgspec.Struct, frozen=True, tag=True, array_like=True):

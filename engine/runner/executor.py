@@ -440,8 +440,8 @@ class Executor:
             return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
         samples = len(batch.sampling) > 0
-        skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
-        if skips and samples and not plan.drafts:
+        is_long = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES
+        if is_long and samples and not plan.drafts and self.model.can_skip_queries:
             result = self._passes.forward_to_last(batch, self._table.flat)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:

@@ -31,7 +31,7 @@ from engine.runner.graphs import GraphOutput
 from engine.runner.inputs import InputBatch
 from engine.runner.prompt_logprobs import PromptTensors
 from engine.sampling.sampled import LabelTensors, LogprobTensors
-from engine.speculation.acceptance import accepted
+from engine.speculation.acceptance import NO_DRAFT, count_accepted
 
 
 class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,76 +264,74 @@ class PendingStep:
 
     def _with_drafts(self, duration_s: float) -> StepResult:
         """The result of a step in which some rows have drafts, and perhaps several samples."""
-        batch = self._batch
-        places: list[int] = batch.plan_rows[batch.sampling].tolist()
-        drawn: list[int] = self._take_drawn().tolist()
+        batch, drawn = self._batch, self._take_drawn()
         self._slots.give_back(self._slot)
-        # [R] in batch order: a row's lines lie side by side
-        counts = np.bincount(batch.sampling, minlength=batch.num_rows)
-        ends = counts.cumsum()
-        lines_of_rows = zip(
-            batch.plan_rows.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True
-        )
+        # [R] by plan row: a row's lines lie side by side
+        nums, starts = np.empty((2, batch.num_rows), dtype=np.int64)
+        in_batch = np.bincount(batch.sampling, minlength=batch.num_rows)
+        nums[batch.plan_rows] = in_batch
+        starts[batch.plan_rows] = in_batch.cumsum() - in_batch
+        (sampling,) = nums.nonzero()
         # The first sample of a row with drafts counts in any case; the others' records are cut.
-        firsts: dict[int, int] = {}
-        samples: list[list[int]] = [[] for _ in range(batch.num_rows)]
-        for place, first, end in lines_of_rows:
-            if first < end:
-                firsts[place], samples[place] = first, drawn[first:end]
-        not_finite = {place for place, line in firsts.items() if drawn[line] == NOT_FINITE}
+        firsts = np.full(batch.num_rows, _NOT_SAMPLED)
+        firsts[sampling] = drawn[starts[sampling]]
+        is_finite = firsts != NOT_FINITE
         if self._is_finite_token is not None:
-            not_finite.update(np.flatnonzero(~self._finite_chunks(self._is_finite_token)).tolist())
+            is_finite &= self._finite_chunks(self._is_finite_token)
         if self._prompt is not None:
-            not_finite.update(np.flatnonzero(self._prompt.not_finite()).tolist())
-        drafts = self._drafts(firsts, samples)
-        allows_nothing = [p for p, line in firsts.items() if drawn[line] == NOTHING_ALLOWED]
-        tokens = [
-            []
-            if place in not_finite or not its_samples
-            else accepted(its_samples, drafts.get(place, ()))
-            for place, its_samples in enumerate(samples)
-        ]
+            is_finite[self._prompt.not_finite()] = False
+        counts = np.zeros_like(nums)
+        following = self._next_tokens(starts, nums)
+        counts[sampling] = count_accepted(drawn, following, starts[sampling], nums[sampling])
+        counts[~is_finite] = 0
         labels = {}
         if self._labels is not None:
-            labels = {
-                places[line]: values
-                for line, values in self._labels.by_line().items()
-                if tokens[places[line]]
-            }
+            places = batch.plan_rows[batch.sampling].tolist()
+            by_line = self._labels.by_line()
+            labels = {places[line]: v for line, v in by_line.items() if counts[places[line]]}
+        token_ids: list[int] = drawn.tolist()
+        spans = list(zip(starts.tolist(), (starts + counts).tolist(), strict=True))
+        logprobs = self._logprobs_of(spans)
         for place in labels:
-            tokens[place] = []
+            spans[place] = (0, 0)
         return StepResult(
             step=self._plan.step,
-            tokens=tokens,
-            logprobs=self._logprobs_of(places, firsts, tokens),
-            is_finite=[place not in not_finite for place in range(self._batch.num_rows)],
-            allows_nothing=[place for place in allows_nothing if place not in not_finite],
+            tokens=[token_ids[start:end] for start, end in spans],
+            logprobs=logprobs,
+            is_finite=is_finite.tolist(),
+            allows_nothing=np.flatnonzero(is_finite & (firsts == NOTHING_ALLOWED)).tolist(),
             duration_s=duration_s,
             labels=labels,
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
 
-    def _drafts(self, firsts: dict[int, int], samples: list[list[int]]) -> dict[int, list[int]]:
-        """Index in the plan -> the row's drafts."""
-        drafts = dict(self._plan.drafts)
-        if self._following is None:
-            return drafts
-        following: list[int] = self._following.tolist()
-        return {i: following[firsts[i] : firsts[i] + len(samples[i]) - 1] for i in drafts}
+    def _next_tokens(self, starts: NDArray[np.int64], nums: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[S]  the draft after each sample's place; after a row's last one anything.
 
-    def _logprobs_of(
-        self, places: list[int], firsts: dict[int, int], tokens: list[list[int]]
-    ) -> list[list[TokenLogprobs] | None]:
-        """[R]  a record for each token, of rows that asked for them; None for the others."""
-        found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
-        if self._logprobs is None:
-            return found
-        records = self._logprobs.records(len(places))
-        for place, line in firsts.items():
-            kept = [r for r in records[line : line + len(tokens[place])] if r is not None]
-            if kept:
-                found[place] = kept
+        starts, nums: [R] by plan row, the lines of each.
+        """
+        if self._following is not None:
+            following: NDArray[np.int32] = self._following.numpy()
+            return following
+        found = np.full(len(self._batch.sampling), NO_DRAFT, dtype=np.int32)
+        lines = list(zip(starts.tolist(), nums.tolist(), strict=True))
+        for place, drafts in self._plan.drafts:
+            start, num = lines[place]
+            if num > 1:
+                assert len(drafts) >= num - 1, f"{num} samples for {len(drafts)} drafts"
+                found[start : start + num - 1] = drafts[1 - num :]
         return found
+
+    def _logprobs_of(self, spans: Sequence[tuple[int, int]]) -> list[list[TokenLogprobs] | None]:
+        """[R]  a record for each token, of rows that asked for them; None for the others.
+
+        spans: [R] by plan row, the lines that give its tokens.
+        """
+        if self._logprobs is None:
+            return [None] * len(spans)
+        records = self._logprobs.records(len(self._batch.sampling))
+        kept = [[r for r in records[start:end] if r is not None] for start, end in spans]
+        return [its_records or None for its_records in kept]
 
     def _finite_chunks(self, is_finite_token: Tensor) -> NDArray[np.bool_]:
         """[R] by plan row: whether every token of its chunk was computed from finite numbers."""

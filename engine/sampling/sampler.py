@@ -151,6 +151,8 @@ class Sampler:
     @torch.inference_mode()
     def append(self, tokens_of_rows: Sequence[tuple[int, list[int]]]) -> None:
         """Append tokens to the histories of rows whose last lines had drafts; each row once."""
+        if not self._special_rows:
+            return
         # The others have no history.
         special = [(row, ids) for row, ids in tokens_of_rows if row in self._special_rows]
         for row, token_ids in special:

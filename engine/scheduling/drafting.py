@@ -24,7 +24,7 @@ none of this.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -180,24 +180,26 @@ class Drafting:
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
         in_flight = [self._num_in_flight(request) for request in requests]
-        most = self._most_drafts(policy, requests, room.max_model_len)
+        most = self._most_drafts(policy, requests, in_flight, room.max_model_len)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
-            found = yield from self._propose(drafter, requests, most)
+            found = yield from self._propose(drafter, requests, most, in_flight)
             most = [len(found.get(i, ())) for i in range(len(requests))]
         decision = policy.plan(self._offer(requests, most, room, drafter.pass_s), room.costs)
         new_blocks: list[tuple[Request, list[int]]] = []
         counts: list[int] = []
         for request, n, m in zip(requests, decision.num_drafts, in_flight, strict=True):
             num_tokens = request.num_known_tokens + m
-            spare = room.num_spare_blocks
-            ids = room.blocks.extend(request, num_tokens + n, num_spare_blocks=spare) if n else []
-            new_blocks += [(request, ids)] if ids else []
-            counts.append(min(n, room.blocks.num_slots(request) - num_tokens))
+            num_left = room.blocks.num_slots(request) - num_tokens
+            if n > num_left:
+                spare = room.num_spare_blocks
+                ids = room.blocks.extend(request, num_tokens + n, num_spare_blocks=spare)
+                new_blocks += [(request, ids)] if ids else []
+                num_left = room.blocks.num_slots(request) - num_tokens
+            counts.append(min(n, num_left))
         if drafter.pass_s:
-            found = yield from self._propose(drafter, requests, counts)
+            found = yield from self._propose(drafter, requests, counts, in_flight)
         drafts = {i: found[i][:n] for i, n in enumerate(counts) if n > 0 and i in found}
-        drafts = {i: its_drafts for i, its_drafts in drafts.items() if its_drafts}
         if drafts:
             self._num_drafts_per_row = sum(map(len, drafts.values())) / len(requests)
         return PlannedDrafts(
@@ -211,23 +213,27 @@ class Drafting:
         )
 
     def _num_in_flight(self, request: Request) -> int:
-        return self._ahead[request.key][1] if request.key in self._ahead else 0
+        ahead = self._ahead.get(request.key)
+        return 0 if ahead is None else ahead[1]
 
     def _most_drafts(
-        self, policy: DraftPolicy, requests: Sequence[Request], max_model_len: int
+        self,
+        policy: DraftPolicy,
+        requests: Sequence[Request],
+        in_flight: Sequence[int],
+        max_model_len: int,
     ) -> list[int]:
         """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none.
 
         Of what is in flight one token is certain, and the drafts behind all of it need their room.
         """
         most: list[int] = []
-        for request, gate in zip(requests, self._gates(policy, requests), strict=True):
-            num_in_flight = self._num_in_flight(request)
-            num_known = request.num_known_tokens + num_in_flight
-            num_certain = request.num_known_tokens + min(num_in_flight, 1)
-            if gate and num_known - request.num_computed_tokens == 1:
-                num_left = request.max_known_tokens - num_certain
-                num_left = min(num_left, max_model_len - num_known)
+        gates = self._gates(policy, requests)
+        for request, gate, num_in_flight in zip(requests, gates, in_flight, strict=True):
+            num_known = len(request.tokens)
+            if gate and num_known + num_in_flight - request.num_computed_tokens == 1:
+                num_left = request.max_known_tokens - num_known - (num_in_flight > 0)
+                num_left = min(num_left, max_model_len - num_known - num_in_flight)
                 most.append(max(0, min(gate, num_left - 1)))
             else:
                 most.append(0)
@@ -235,6 +241,8 @@ class Drafting:
 
     def _gates(self, policy: DraftPolicy, requests: Sequence[Request]) -> list[int]:
         """Drafts at most of each, by the policy and the request itself."""
+        if not requests:
+            return []
         keys = [request.key for request in requests]
         bounds = list(map(self._bounds.get, keys))
         if None in bounds:
@@ -243,9 +251,8 @@ class Drafting:
                     self._bounds[request.key] = _bound(policy, request)
             bounds = list(map(self._bounds.get, keys))
         # Who may have none is not asked about: it would take the place of one that is tried.
-        may = [key for key, bound in zip(keys, bounds, strict=True) if bound]
-        gates = dict(zip(may, policy.max_drafts(may), strict=True))
-        return [min(b or 0, gates.get(key, 0)) for key, b in zip(keys, bounds, strict=True)]
+        gates = iter(policy.max_drafts([key for key, b in zip(keys, bounds, strict=True) if b]))
+        return [min(bound, next(gates)) if bound else 0 for bound in bounds]
 
     def _offer(
         self, requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
@@ -270,15 +277,22 @@ class Drafting:
         )
 
     def _propose(
-        self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
+        self,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        most: Sequence[int],
+        in_flight: Sequence[int],
     ) -> Turns[dict[int, list[int]]]:
         """Index -> drafts, up to the first that would end the request, of those that have any."""
-        ahead: list[tuple[int, Request]] = []
+        indices = [i for i, num_drafts in enumerate(most) if num_drafts > 0]
+        ahead: dict[int, tuple[Request, int, int]] = {}
         asked: list[tuple[int, Request]] = []
-        for i, request in enumerate(requests):
-            if most[i] > 0:
-                (ahead if self._goes_ahead(request) else asked).append((i, request))
-        found = self._propose_ahead(drafter, ahead, most) if ahead else {}
+        for i in indices:
+            if self._goes_ahead(requests[i]):
+                ahead[i] = requests[i], most[i], in_flight[i]
+            else:
+                asked.append((i, requests[i]))
+        found = self._propose_ahead(drafter, ahead) if ahead else {}
         if not asked:
             return found
         proposed = yield from drafter.proposing([(request, most[i]) for i, request in asked])
@@ -293,20 +307,21 @@ class Drafting:
         return found
 
     def _propose_ahead(
-        self, drafter: Drafter, asked: Sequence[tuple[int, Request]], most: Sequence[int]
+        self, drafter: Drafter, asked: Mapping[int, tuple[Request, int, int]]
     ) -> dict[int, list[int]]:
-        nums = [(request, most[i], self._num_in_flight(request)) for i, request in asked]
-        proposed = drafter.propose_ahead(nums)
-        for (_, request), drafts in zip(asked, proposed, strict=True):
+        """asked: by index, as of `Drafter.propose_ahead`."""
+        proposed = drafter.propose_ahead(list(asked.values()))
+        for (request, _, _), drafts in zip(asked.values(), proposed, strict=True):
             self._count_miss(request.key, has_drafts=bool(drafts))
-        return {i: drafts for (i, _), drafts in zip(asked, proposed, strict=True) if drafts}
+        return {i: drafts for i, drafts in zip(asked, proposed, strict=True) if drafts}
 
     def _goes_ahead(self, request: Request) -> bool:
         """Whether the request may have drafts in a step before those of the last one are known."""
-        if not self.holds or self.drafter is None or not self.drafter.can_propose_ahead:
-            return False
-        params = request.params
-        return not (params.needs_history or params.is_constrained or params.min_tokens)
+        return not request.depends_on_tokens and self._can_go_ahead
+
+    @property
+    def _can_go_ahead(self) -> bool:
+        return self.holds and self.drafter is not None and self.drafter.can_propose_ahead
 
     def _count_miss(self, key: RequestKey, *, has_drafts: bool) -> None:
         if has_drafts:
@@ -336,9 +351,8 @@ class Drafting:
         0 = it may not have drafts behind these: it has none in this step, and its drafter needs
         some there, or knows none, or it is not its turn to have any.
         """
-        nums = {
-            i: 1 + len(planned.drafts[i]) if i in planned.drafts else 0 for i in planned.guessed
-        }
+        nums = dict.fromkeys(planned.guessed, 0)
+        nums |= {i: 1 + len(its_drafts) for i, its_drafts in planned.drafts.items()}
         if self._policy is None or self.drafter is None or not self.drafter.resumes_ahead:
             return nums
         without = [i for i, num in nums.items() if num == 0]
@@ -433,16 +447,17 @@ class Drafting:
             request = requests[index]
             if request.row is None or not result.is_finite[index]:
                 continue
-            num_new = request.num_known_tokens - num_before
+            key, num_known = request.key, len(request.tokens)
+            num_new = num_known - num_before
             num_drafts = len(planned.drafts.get(index, ()))
             request.num_computed_tokens -= 1 + num_drafts - num_new
-            self._num_verified[request.key] = self._num_verified.get(request.key, 0) + num_new
-            if request.key in self._ahead and self._ahead[request.key][0] is planned:
-                del self._ahead[request.key]  # no later step has it
-            if request.num_known_tokens >= request.max_known_tokens:
+            self._num_verified[key] = self._num_verified.get(key, 0) + num_new
+            if key in self._ahead and self._ahead[key][0] is planned:
+                del self._ahead[key]  # no later step has it
+            if num_known >= request.max_known_tokens:
                 num_drafts = num_new - 1  # those behind its last token were not judged
             if num_drafts:
-                observed.append((request.key, num_drafts, num_new - 1))
+                observed.append((key, num_drafts, num_new - 1))
             advanced.append(request)
         keys, nums_drafts, nums_accepted = zip(*observed, strict=True) if observed else ((),) * 3
         self.counts.add(nums_drafts, nums_accepted)
@@ -467,6 +482,11 @@ class Drafting:
         # The drafter works while the device waits, or is what the device computes meanwhile.
         waited_s = max(0.0, max(idle_s, self._late_s) - planned.spent_s)
         policy.observe_step(decision, num_tokens, seconds, waited_s)
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Prepare the next drafts of requests that may have some, by their known tokens."""
+        if self.drafter is not None:
+            self.drafter.read([request for request in requests if request.row is not None])
 
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""

@@ -49,13 +49,9 @@ class FinishRules:
         params = request.params
         return "stop" if params.label_token_ids or params.wants_embedding else "length"
 
-    def num_steps_to_last(self, requests: Iterable[Request]) -> int:
-        """Number of steps until `at_last_token` returns one of these, if all of them decode."""
-        left = [
-            0 if r.decode_worker is not None else r.max_known_tokens - 1 - r.num_computed_tokens
-            for r in requests
-        ]
-        return min(left, default=0)
+    def last_count(self, request: Request) -> int:
+        """The computed tokens from which on `at_last_token` returns the request."""
+        return 0 if request.decode_worker is not None else request.max_known_tokens - 1
 
     def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
         """Requests (each with a newest token in flight) that have nothing more to compute here.
@@ -63,12 +59,7 @@ class FinishRules:
         The token in flight ends them by length, or they move with it to another worker. A token
         that ends its request by its id is noticed only when its result arrives.
         """
-        return [
-            request
-            for request in requests
-            if request.num_computed_tokens + 1 >= request.max_known_tokens
-            or request.decode_worker is not None
-        ]
+        return [r for r in requests if r.num_computed_tokens >= self.last_count(r)]
 
 
 # A request with its last token here, and its finish reason; None = it continues on another worker.
@@ -137,8 +128,10 @@ class SampledTokens:
         first = num_known - request.num_prompt_tokens
         of_tokens = zip(token_ids, logprobs or repeat(None))  # noqa: B905
         output.tokens.extend(
-            (ingress_id, TokenRecord(key=key, index=index, token_id=token_id, logprobs=its))
-            for index, (token_id, its) in enumerate(of_tokens, first)
+            [
+                (ingress_id, TokenRecord(key=key, index=index, token_id=token_id, logprobs=its))
+                for index, (token_id, its) in enumerate(of_tokens, first)
+            ]
         )
         return []
 

@@ -250,7 +250,7 @@ class HostLoads:
         wait = self._waits.get(key)
         if wait is None or wait.is_over:
             return False
-        if not wait.load.is_over and now_s <= self._until_s(wait):
+        if not wait.load.is_over and now_s < self._until_s(wait):
             return True
         self._num_given_up += not wait.load.is_over
         self._end_wait(wait, now_s)

@@ -79,6 +79,9 @@ def _admission(request: Request) -> RowAdmission:
     )
 
 
+_NEVER = 2**62  # steps until something ends that is not there
+
+
 class DecodeColumns:
     """The decoding requests, in order, as columns; `advance` also mutates the requests."""
 
@@ -86,6 +89,11 @@ class DecodeColumns:
         self.requests = list(requests)
         self.rows = [r.row for r in self.requests if r.row is not None]
         self.constrained = [r for r in self.requests if r.params.is_constrained]
+        self._last_counts: NDArray[np.int64] | None = None  # [R]  None = not asked for yet
+        self.count_again()
+
+    def count_again(self) -> None:
+        """Take over the requests' computed tokens, which others have changed."""
         # [R]
         self._num_computed: NDArray[np.int64] = np.array(
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
@@ -118,8 +126,11 @@ class DecodeColumns:
 
     def at_last_token(self, rules: FinishRules) -> list[Request]:
         """`rules.at_last_token` of the decodes; every call must have the same `rules`."""
+        if self._last_counts is None:
+            self._last_counts = np.array([rules.last_count(r) for r in self.requests], np.int64)
         if self._num_steps_to_last is None:
-            self._num_steps_to_last = rules.num_steps_to_last(self.requests)
+            left = self._last_counts - self._num_computed
+            self._num_steps_to_last = int(left.min(initial=_NEVER))
         return rules.at_last_token(self.requests) if self._num_steps_to_last <= 0 else []
 
     def advance(self) -> None:
@@ -136,10 +147,11 @@ class DecodeColumns:
         """Count as well what it verifies, by index, as if all of it were right."""
         if not drafts:
             return
-        for index, its_drafts in drafts.items():
-            self._num_computed[index] += len(its_drafts)
-            self._sum_computed += len(its_drafts)
-            self.requests[index].num_computed_tokens += len(its_drafts)
+        counts = {index: len(its_drafts) for index, its_drafts in drafts.items()}
+        self._num_computed[list(counts)] += list(counts.values())
+        self._sum_computed += sum(counts.values())
+        for index, count in counts.items():
+            self.requests[index].num_computed_tokens += count
         self._at_block_boundary = self._num_steps_to_last = None
 
 
@@ -220,7 +232,8 @@ class RunningRequests:
 
     def count_again(self) -> None:
         """Computed tokens of some decodes have changed beside `DecodeColumns.advance`."""
-        self._columns = None
+        if self._columns is not None:
+            self._columns.count_again()
 
     def remove(self, request: Request) -> None:
         del self._all[request.key]

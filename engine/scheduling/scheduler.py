@@ -246,6 +246,8 @@ class Scheduler:
         self._running.resume(step.held)
         for i, block_ids in step.left_block_ids.items():
             self._blocks.let_go(block_ids, is_finite=result.is_finite[i])
+        planned = step.planned_drafts
+        self.drafting.read([*(step.requests[i] for i in planned.guessed), *step.held])
         return output
 
     def take_expired(self) -> StepOutput:
@@ -522,7 +524,7 @@ class Scheduler:
         endings = self._sampled.append_all(step, result, output)
         advanced = drafting.commit(step.requests, planned, known_before, result)
         for request in advanced:
-            self._blocks.index_full(request, request.num_known_tokens - 1)
+            self._blocks.index_full(request, len(request.tokens) - 1)
         if advanced:
             self._running.count_again()
             self._pause_at_last(advanced)
@@ -530,7 +532,7 @@ class Scheduler:
 
     def _pause_at_last(self, advanced: Iterable[Request]) -> None:
         """Plan no more steps for those whose step in flight is now known to give the last token."""
-        due_one = [r for r in advanced if r.num_computed_tokens == r.num_known_tokens]
+        due_one = [r for r in advanced if r.num_computed_tokens == len(r.tokens)]
         decoding = [r for r in due_one if r.key in self._running.decodes]
         self._running.pause(self._finish_rules.at_last_token(decoding))
 

@@ -15,6 +15,12 @@ See "Coupling without Communication and Drafter-Invariant Speculative Decoding" 
 """
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_DRAFT = -1  # in place of one; equal to no sample that counts
 
 
 def accepted(samples: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -34,3 +40,20 @@ def accepted(samples: Sequence[int], drafts: Sequence[int]) -> list[int]:
         if sample != draft:
             break
     return tokens
+
+
+def count_accepted(
+    samples: NDArray[Any], drafts: NDArray[Any], starts: NDArray[Any], nums: NDArray[Any]
+) -> NDArray[np.int64]:
+    """How many tokens `accepted` gives each row, [R]: its first samples.
+
+    samples, drafts: [S] of all rows, and the draft after each of the samples; a row's last sample
+    has none after it, and what is in its place does not matter. starts, nums: [R] of each row's
+    samples, at least one, side by side.
+    """
+    is_last = (samples < 0) | (samples != drafts)
+    is_last[starts + nums - 1] = True
+    (lasts,) = is_last.nonzero()
+    last = lasts[lasts.searchsorted(starts)]
+    counts: NDArray[np.int64] = last - starts + (samples[last] >= 0)
+    return counts

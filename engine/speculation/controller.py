@@ -70,6 +70,8 @@ from engine.speculation.surcharge import StepKind, Surcharge
 
 NO_GRAPH = StepKind()
 _NO_SURCHARGE = Surcharge()
+_SEGMENT_ENDS = np.array([0.0, *(end for _, end in SEGMENTS[:-1]), 1e9])  # tokens of a step
+_SEGMENT_TOKENS = np.diff(_SEGMENT_ENDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +125,8 @@ def verify_seconds(
     costs: StepCosts, work: StepWork, num_drafts: Vector, graph_tokens: Sequence[int] = ()
 ) -> Vector:
     """Predicted seconds [N] of the step `work` with each of `num_drafts` [N] drafts in all."""
-    ends = np.array([0.0, *(end for _, end in SEGMENTS[:-1]), 1e9])  # tokens
-    at_ends_s = np.concatenate([[0.0], np.cumsum(np.diff(ends) * costs.slopes_s)])
+    ends, at_ends_s = _SEGMENT_ENDS, np.zeros(len(_SEGMENT_ENDS))
+    np.cumsum(_SEGMENT_TOKENS * costs.slopes_s, out=at_ends_s[1:])
     tokens = work.num_new_tokens + num_drafts
     if graph_tokens:
         sizes = np.array(graph_tokens, dtype=np.float64)

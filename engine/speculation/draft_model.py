@@ -25,13 +25,13 @@ worker. A wrong value here could only make a draft wrong.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.core import DraftingExecutor, PendingStep
-from engine.plan import NEWEST, RowAdmission, StepPlan, given
+from engine.plan import NEWEST, RowAdmission, StepPlan, StepResult, all_given
 from engine.request import Request, RequestKey, SamplingParams
 from engine.turns import Turns, run_alone
 
@@ -99,8 +99,7 @@ class _Proposal:
         return any(p.needs_history or p.is_constrained for p in params)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
+class _Span(msgspec.Struct, frozen=True, kw_only=True):
     """What the first pass computes of a request."""
 
     place: int  # in `asked`
@@ -117,7 +116,7 @@ class _Span:
     @property
     def samples(self) -> list[int]:
         """As in `StepPlan.drafts`."""
-        return [given(place) for place in range(self.num_new)] if self.is_in_flight else []
+        return all_given(self.num_new) if self.is_in_flight else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class DraftModel:
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         assert self._can_propose_ahead, "the drafts must come to the host"
         for earlier in self._unsettled:
-            self._settle(earlier, 0)
+            self._settle_ahead(earlier)
         proposal = _Proposal(
             asked=[(request, num_drafts) for request, num_drafts, _ in asked],
             found=[[] for _ in asked],
@@ -240,12 +239,15 @@ class DraftModel:
         self._spent_s = num_drawn * self._pass_s
         found: list[list[int]] = [[] for _ in asked]
         for place in drafting:
-            found[place] = [given(number) for number in range(asked[place][1])]
+            found[place] = all_given(asked[place][1])
         return found
 
     def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         """Nothing: passes read the device's samples themselves."""
         return []
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Does nothing: passes read the tokens."""
 
     def add_finished(self, request: Request) -> None:
         """Does nothing: a model does not learn from answers."""
@@ -357,10 +359,12 @@ class DraftModel:
         seats = [self._seats[proposal.asked[place][0].key] for place in places]
         counts = [1] * len(places)
         in_flight = [proposal.nums_in_flight.get(place, 0) for place in places]
-        drafts = [proposal.found[place] for place in places]
         if proposal.launched:
             drafts = [[NEWEST] * (num + num_drawn) for num in in_flight]
+        else:
+            drafts = [list(proposal.found[place]) for place in places]
         nums_before = [seat.num_known_tokens + n for seat, n in zip(seats, in_flight, strict=True)]
+        no_blocks: list[int] = []
         plan = StepPlan(
             step=self._num_steps,
             rows=[seat.row for seat in seats],
@@ -368,19 +372,32 @@ class DraftModel:
             num_computed_tokens=[num + num_drawn - 1 for num in nums_before],
             num_logits=counts,
             num_samples=counts,
-            new_block_ids=[[] for _ in places],
-            drafts=[(i, list(its_drafts)) for i, its_drafts in enumerate(drafts)],
+            new_block_ids=[no_blocks] * len(places),
+            drafts=list(enumerate(drafts)),
             ahead=[i for i, num in enumerate(in_flight) if num],
         )
         proposal.launched.append((places, self._launch(plan), True))
 
+    def _wait_pass(self, proposal: _Proposal) -> tuple[list[int], StepResult]:
+        """Wait for the first of the launched passes; its places, and what it drew."""
+        places, pending, is_later = proposal.launched.popleft()
+        result = pending.wait()
+        if is_later and result.duration_s is not None:
+            self._pass_s += (1 - _DECAY) * (result.duration_s - self._pass_s)
+        return places, result
+
+    def _settle_ahead(self, proposal: _Proposal) -> None:
+        """Wait for all launched passes. The target has their drafts, so only bad rows matter."""
+        while proposal.launched:
+            places, result = self._wait_pass(proposal)
+            for place, is_finite in zip(places, result.is_finite, strict=True):
+                if not is_finite and place not in proposal.ended:
+                    self._take(proposal, place, None)
+
     def _settle(self, proposal: _Proposal, num_left: int) -> None:
         """Wait for the launched passes but the last `num_left`, and take what they drew."""
         while len(proposal.launched) > num_left:
-            places, pending, is_later = proposal.launched.popleft()
-            result = pending.wait()
-            if is_later and result.duration_s is not None:
-                self._pass_s += (1 - _DECAY) * (result.duration_s - self._pass_s)
+            places, result = self._wait_pass(proposal)
             for place, drawn, is_finite in zip(
                 places, result.tokens, result.is_finite, strict=True
             ):

@@ -6,12 +6,12 @@ are asked by the engine thread while a step is planned, so what they take delays
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.cost_model import StepCosts
-from engine.plan import given
+from engine.plan import all_given
 from engine.request import Request, RequestKey
 from engine.speculation.controller import SpeculationStatistics, StepDrafts, StepOffer
 from engine.speculation.ngram import DEFAULT_RULES, END, NO_QUOTE, NgramDrafter, NgramRules, Quote
@@ -69,6 +69,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def read(self, requests: Iterable[Request]) -> None:
+        """Do now, while the device computes, what `propose` needs of the requests' known tokens."""
+        ...
+
     def add_finished(self, request: Request) -> None:
         """Learn from a complete answer."""
         ...
@@ -105,6 +109,9 @@ class HostDrafter(ABC):
     def tell(self, request: Request) -> list[tuple[int, list[int]]]:
         """Nothing: no draft is looked up."""
         return []
+
+    def read(self, requests: Iterable[Request]) -> None:  # noqa: B027
+        """Does nothing: what it needs takes no time."""
 
 
 class DraftPolicy(Protocol):
@@ -233,7 +240,7 @@ class RequestNgrams(HostDrafter):
             (found,) = self.propose([(request, num_drafts)])
             ends = (at for at, token_id in enumerate(found) if token_id in request.stop_ids)
             return found[: next(ends, num_drafts)]
-        told = self._told.setdefault(request.key, _Told())
+        told = self._told_of(request)
         num_after, with_corpus = num_in_flight + num_drafts, not request.spec.salt
         given_text = request.key, request.tokens, told.quote, num_after
         quote = self.ngrams.quote(*given_text, with_corpus=with_corpus)
@@ -241,10 +248,16 @@ class RequestNgrams(HostDrafter):
             return []
         if quote is not told.quote:
             told.quote, told.has_quote = quote, False
-        return [given(place) for place in range(num_drafts)]
+        return all_given(num_drafts)
+
+    def _told_of(self, request: Request) -> _Told:
+        told = self._told.get(request.key)
+        if told is None:
+            told = self._told[request.key] = _Told()
+        return told
 
     def tell(self, request: Request) -> list[tuple[int, list[int]]]:
-        told = self._told.setdefault(request.key, _Told())
+        told = self._told_of(request)
         new = [(told.num_tokens, request.tokens[told.num_tokens :])]
         told.num_tokens = request.num_known_tokens
         if not told.has_quote:
@@ -253,6 +266,10 @@ class RequestNgrams(HostDrafter):
             new.append((-size, blanks + told.quote.token_ids))
             told.has_quote = True
         return new
+
+    def read(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.ngrams.extend(request.key, request.tokens)
 
     def add_finished(self, request: Request) -> None:
         if not request.spec.salt:

@@ -83,6 +83,7 @@ class GramIndex:
 
     def __init__(self, rules: NgramRules) -> None:
         self.first = 0  # the oldest place held
+        self.end = 0  # one past the newest place
         self.num_operations = 0  # places indexed or dropped, candidates and tokens compared
         self._rules = rules
         self._offset = (
@@ -94,37 +95,36 @@ class GramIndex:
         self._mask = (1 << ID_BITS * rules.min_match) - 1
 
     @property
-    def end(self) -> int:
-        """One past the newest place."""
-        return self._offset + len(self._tokens)
-
-    @property
     def num_grams(self) -> int:
         return len(self._newest)
 
     def extend(self, token_ids: Sequence[int], start: int) -> None:
         """Append `token_ids` to the last text, which begins at place `start`."""
         place = max(self.end, start + self._rules.min_match)  # the first that follows a gram
+        num_unindexed = min(place - self.end, len(token_ids))
         self._tokens.extend(token_ids)
-        self._before.extend([NONE] * (min(place, self.end) - self._offset - len(self._before)))
+        self.end += len(token_ids)
+        self.num_operations += len(token_ids)
+        if num_unindexed:
+            self._before.extend([NONE] * num_unindexed)
         if place < self.end:
             self._index(place)
-        self.num_operations += len(token_ids)
 
     def _index(self, place: int) -> None:
         """Enter the places from `place` to the end."""
         newest, before, mask = self._newest, self._before, self._mask
         gram = self._gram_before(place)
-        for token_id in self._tokens[place - self._offset :]:
-            before.append(newest.get(gram, NONE))
+        append = before.append
+        for place, token_id in enumerate(self._tokens[place - self._offset :], place):  # noqa: B020
+            append(newest.get(gram, NONE))
             newest[gram] = place
             gram = (gram << ID_BITS | token_id) & mask
-            place += 1
 
     def end_text(self) -> int:
         """Close the last text; returns the place where the next one begins."""
         self._tokens.append(END)
         self._before.append(NONE)
+        self.end += 1
         return self.end
 
     def drop(self, end: int) -> None:
@@ -140,7 +140,11 @@ class GramIndex:
             del self._tokens[:num_dead], self._before[:num_dead]
             self._offset = end
 
-    def longest_match(self, suffix: Sequence[int]) -> Match:
+    def has(self, gram: int) -> bool:
+        """Whether anything follows it."""
+        return gram in self._newest
+
+    def longest_match(self, suffix: "array[int]") -> Match:
         """The longest match for the end of `suffix`, newest first among those looked at."""
         rules, best = self._rules, NO_MATCH
         if len(suffix) < rules.min_match:
@@ -157,11 +161,13 @@ class GramIndex:
             place = self._before[place - self._offset]
         return best
 
-    def _num_equal(self, place: int, suffix: Sequence[int]) -> int:
+    def _num_equal(self, place: int, suffix: "array[int]") -> int:
         """How many tokens before `place` equal the end of `suffix`; a gram is known to."""
         tokens, at = self._tokens, place - self._offset
         num = self._rules.min_match
         most = min(len(suffix), at)
+        if tokens[at - most : at] == suffix[-most:]:  # at once: text that repeats is often alike
+            num = most
         while num < most and tokens[at - num - 1] == suffix[-num - 1]:
             num += 1
         self.num_operations += 1 + num - self._rules.min_match
@@ -254,9 +260,7 @@ class NgramDrafter:
         self, key: Hashable, token_ids: Sequence[int], *, with_corpus: bool
     ) -> tuple[GramIndex, Match]:
         """The longest match for the end of `token_ids`, and the index that it is in."""
-        self.extend(key, token_ids)
-        suffix = token_ids[-self._rules.max_match :]
-        index = self._texts[key]
+        index, suffix = self.extend(key, token_ids), self._end_of(token_ids)
         best = index.longest_match(suffix)
         if with_corpus and best.num_tokens < len(suffix):
             elsewhere = self._corpus.longest_match(suffix)
@@ -279,6 +283,11 @@ class NgramDrafter:
         is returned while it has the longest match and `num_after` tokens behind it, or while that
         match is in the request itself.
         """
+        own = self.extend(key, token_ids)
+        # A text shorter than a gram has none in its own index; `_find` looks at its length.
+        gram = _gram(token_ids[-self._rules.min_match :])
+        if not (with_corpus and self._corpus.has(gram)):  # so no match is longer than its own
+            return held if own.has(gram) else None
         index, best = self._find(key, token_ids, with_corpus=with_corpus)
         if best.num_tokens == 0:
             return None
@@ -286,8 +295,12 @@ class NgramDrafter:
             return held
         return index.quote(best.place, self._rules.quote_tokens)
 
-    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Index what is new in `token_ids`."""
+    def _end_of(self, token_ids: Sequence[int]) -> "array[int]":
+        """What a match may be as long as."""
+        return array("i", token_ids[-self._rules.max_match :])
+
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> GramIndex:
+        """Index what is new in `token_ids`; returns the request's index."""
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = GramIndex(self._rules)
@@ -295,6 +308,7 @@ class NgramDrafter:
         assert num_seen <= len(token_ids), f"{key} had {num_seen} tokens, now {len(token_ids)}"
         if num_seen < len(token_ids):
             text.extend(token_ids[num_seen:], 0)
+        return text
 
     def forget(self, key: Hashable) -> None:
         """Drop the request's index; an unknown key is ignored."""

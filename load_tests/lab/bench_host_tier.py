@@ -21,7 +21,7 @@ import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -31,6 +31,7 @@ import msgspec
 
 from configs.load import load_config
 from configs.schema import AppConfig
+from engine.kv.host.tier import HostTier
 from engine.models.llama import CausalLM
 from load_tests.http_load.dialogue import Content, IdDialogue
 from load_tests.http_load.scenario import read_scenario
@@ -52,6 +53,7 @@ ON_GPU: dict[str, object] = {
 HEADER = [
     "run", "first token ms: mean", "p50", "p90", "later turns: mean", "turns/s", "all s", "cpu s",
     "found %", "from host %", "loads", "given up", "unworthy", "tokens computed",
+    "load GB/s",
 ]  # fmt: skip
 
 
@@ -137,6 +139,7 @@ class Result:
     num_loads: int = 0
     num_given_up: int = 0
     num_unworthy: int = 0  # blocks that were found, and sooner computed; at every look
+    load_gb_s: float | None = None  # by which the tier predicts at the end
 
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
@@ -156,6 +159,7 @@ class Result:
             str(self.num_given_up),
             str(self.num_unworthy),
             str(self.num_prompt_tokens - self.num_found_tokens),
+            "-" if self.load_gb_s is None else f"{self.load_gb_s:.1f}",
         ]
 
 
@@ -208,12 +212,18 @@ class Prompts:
         return IdDialogue(Content(salt=salt, vocab_size=self._vocab_size))
 
 
-def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) -> Result:
+def play(
+    player: Player,
+    prompts: Prompts,
+    asks: Sequence[Ask],
+    at_once: int,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Result:
     """Ask all turns, so many at a time, in their order as far as their conversations allow it."""
     waiting, answers = list(asks), dict[int, Answer]()  # by the turn's index
     running: dict[Hashable, Answer] = {}
     num_prompt_tokens = 0
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    began_s, began_cpu_s = now_s(), time.process_time()
     while waiting or running:
         talking = {answer.ask.session for answer in running.values()}
         while len(running) < at_once:
@@ -224,12 +234,12 @@ def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) ->
             talking.add(ask.session)
             prompt = prompts.of(ask)
             num_prompt_tokens += len(prompt)
-            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=time.perf_counter())
+            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=now_s())
             running[player.begin(prompt, ask.turn.num_output_tokens)] = answer
         for progress in player.step():
             answer = running[progress.key]
             if progress.tokens and not answer.tokens:
-                answer.first_s = time.perf_counter() - answer.began_s
+                answer.first_s = now_s() - answer.began_s
             answer.tokens += progress.tokens
             answer.num_found_tokens = max(answer.num_found_tokens, progress.num_found_tokens)
             if len(answer.tokens) == answer.ask.turn.num_output_tokens:
@@ -242,7 +252,7 @@ def play(player: Player, prompts: Prompts, asks: Sequence[Ask], at_once: int) ->
         later_s=[answer.first_s for answer in in_turn if answer.ask.number > 0],
         num_prompt_tokens=num_prompt_tokens,
         num_found_tokens=sum(answer.num_found_tokens for answer in in_turn),
-        wall_s=time.perf_counter() - began_s,
+        wall_s=now_s() - began_s,
         cpu_s=time.process_time() - began_cpu_s,
     )
 
@@ -283,7 +293,13 @@ def run(
         result.num_loads = after.num_waits - before.num_waits
         result.num_given_up = after.num_given_up - before.num_given_up
         result.num_unworthy = after.num_unworthy - before.num_unworthy
+        result.load_gb_s = load_gb_s(ours.engine.host_tier, after.block_bytes)
     return result
+
+
+def load_gb_s(tier: HostTier | None, block_bytes: int) -> float | None:
+    levels = [] if tier is None else tier.levels()
+    return block_bytes / levels[0].block_s / 1e9 if levels else None  # none: it is switched off
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -376,7 +392,8 @@ def draw(args: argparse.Namespace) -> tuple[list[Session], int]:
     num_blocks = max(int(args.share * most) // BLOCK_SIZE, args.max_model_len // BLOCK_SIZE)
     print(
         f"{len(sessions)} conversations, {len(asks)} turns; working set {most} tokens, cache"
-        f" {num_blocks} blocks of {BLOCK_SIZE} ({num_blocks * BLOCK_SIZE / most:.2f} of it)"
+        f" {num_blocks} blocks of {BLOCK_SIZE} ({num_blocks * BLOCK_SIZE / most:.2f} of it)",
+        flush=True,
     )
     return sessions, num_blocks
 

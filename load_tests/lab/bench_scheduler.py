@@ -118,7 +118,7 @@ class Bench:
         times_s.append(time.thread_time())
         counts = self._scheduler.statistics()
         times_s.append(time.thread_time())
-        encode(_message([record for _, record in output.tokens], counts))
+        encode(step_message([record for _, record in output.tokens], counts))
         times_s.append(time.thread_time())
         if durations is not None:
             for part_us, (start_s, end_s) in zip(durations.of_step, pairwise(times_s), strict=True):
@@ -212,7 +212,7 @@ def _result_of(plan: StepPlan) -> StepResult:
     )
 
 
-def _message(tokens: list[TokenRecord], counts: SchedulerStatistics) -> StepMessage:
+def step_message(tokens: list[TokenRecord], counts: SchedulerStatistics) -> StepMessage:
     load = LoadReport(
         queued_tokens=counts.num_queued_tokens,
         num_waiting=counts.num_waiting,

@@ -8,7 +8,7 @@ First how long a load takes while many steps are queued, the first one and the n
 comes back is what was saved, though a step overwrote it at once. Then how long the stream of the
 steps is held by a save, and how long the thread that steps. Then steps like decoding (a few ids up,
 60 products over 3 GB of weights, a few tokens down, which the host waits for), alone and while
-another thread saves or loads.
+another thread saves or loads; and the same of steps of prompts, for whose kernels digests wait.
 """
 
 import argparse
@@ -23,15 +23,16 @@ import numpy as np
 import torch
 
 from engine.kv.host.movers import BlockMover, build_mover
+from engine.kv.host.tier import piece_size
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from load_tests.lab.devices import describe_device
 from load_tests.tables import render_rows
 
 NUM_BLOCKS = 256
-NUM_PIECES = 16  # of a load, as of the tier's
 NUM_FEW = 8  # blocks
 NUM_QUEUED = 40  # steps, about 50 ms on an H200
+NUM_PROMPT_TOKENS = 8192
 NUM_REPEATS = 7
 NUM_BESIDE = 20  # saves or loads beside which steps are timed
 MAX_STEPS = 3000
@@ -70,10 +71,13 @@ class Copies:
     def save(self) -> None:
         self.mover.save(IDS, IDS)()
 
-    def load(self, num_pieces: int = NUM_PIECES) -> None:
-        copy, size = self.mover.begin_load(), NUM_BLOCKS // num_pieces
-        for i in range(0, NUM_BLOCKS, size):
-            copy(IDS[i : i + size], IDS[i : i + size])
+    def load(self) -> None:
+        """In pieces, as the tier does."""
+        copy, first = self.mover.begin_load(), 0
+        while first < NUM_BLOCKS:
+            end = first + piece_size(first, NUM_BLOCKS, self.store.layout.block_bytes)
+            copy(IDS[first:end], IDS[first:end])
+            first = end
 
     def save_times_ms(self) -> tuple[float, float, float]:
         """Of a save: the steps' stream held (0 on a CPU), the thread that steps, all."""
@@ -103,16 +107,16 @@ def mark(device: torch.device) -> Any:  # noqa: ANN401 - torch's events have no 
 
 
 class Steps:
-    """Like decode steps of 16 rows."""
+    """Like decode steps of 16 rows, or the steps of as many tokens of prompts."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_tokens: int = 16) -> None:
         width, depth, number = (6144, 4096, 60) if device.type == "cuda" else (64, 64, 2)
         dtype, pinned = torch.bfloat16, device.type == "cuda"
         self._device = device
         self._weights = [
             torch.randn(width, depth, device=device, dtype=dtype) for _ in range(number)
         ]
-        self._rows = torch.randn(16, width, device=device, dtype=dtype)
+        self._rows = torch.randn(num_tokens, width, device=device, dtype=dtype)
         self._up = torch.zeros(1024, dtype=torch.int64, pin_memory=pinned)
         self._down = torch.zeros(1024, dtype=torch.int64, pin_memory=pinned)
         self._ids = torch.zeros(1024, dtype=torch.int64, device=device)
@@ -159,7 +163,9 @@ class Steps:
 def row(name: str, times_ms: Iterable[float], rate: str) -> list[str]:
     ms = sorted(times_ms)
     figures = statistics.mean(ms), ms[len(ms) // 2], ms[int(0.99 * len(ms))]
-    return [name, str(len(ms)), *(f"{figure:.3f}" for figure in figures), rate]
+    cells = [name, str(len(ms)), *(f"{figure:.3f}" for figure in figures), rate]
+    print("  ".join(cells), flush=True)  # the rest may not come
+    return cells
 
 
 def synchronize(device: torch.device) -> None:
@@ -186,7 +192,10 @@ def main() -> None:
         for _ in range(NUM_QUEUED):
             steps.queue()
         first_ms, next_ms = copies.piece_ms(), copies.piece_ms()
-        print(f"{NUM_FEW} blocks loaded beside steps: first {first_ms:.2f} ms, then {next_ms:.2f}")
+        print(
+            f"{NUM_FEW} blocks loaded beside steps: first {first_ms:.2f} ms, then {next_ms:.2f}",
+            flush=True,
+        )
         copies.check()
         held_ms, stepping_ms, all_ms = copies.save_times_ms()
         print(
@@ -199,6 +208,10 @@ def main() -> None:
     rows.append(steps.beside("saves", copies.save, copies.gigabytes))
     rows.append(steps.beside("loads", copies.load, copies.gigabytes))
     rows.append(row("nothing", steps.times_ms(300), ""))
+    prompts = Steps(device, NUM_PROMPT_TOKENS)
+    rows.append(row("nothing: prompts", prompts.times_ms(5), ""))
+    rows.append(prompts.beside("saves: prompts", copies.save, copies.gigabytes))
+    rows.append(prompts.beside("loads: prompts", copies.load, copies.gigabytes))
     print(render_rows(rows))
     print("\n".join(f"{name}: {value}" for name, value in describe_device(device).items()))
 

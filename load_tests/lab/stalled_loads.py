@@ -30,6 +30,7 @@ from engine.core import EngineCore
 from engine.cost_model import PRIOR
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
+from engine.kv.host.tier import piece_size
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.finish import FinishRules
@@ -38,7 +39,6 @@ from load_tests.simulation.real_worker import BLOCK_SIZE, HandoffSink, result_of
 from load_tests.tables import render_rows
 
 NUM_BLOCKS = 40_000
-NUM_PIECES = 16  # of a load, as in engine/kv/host/tier.py
 COSTS = msgspec.structs.replace(PRIOR, num_samples=1)  # as an engine has them that has fitted them
 IDLE_S = 0.05
 FORGETS_S = 10.0  # a stalled load gives its blocks back so much later
@@ -51,7 +51,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "in time": lambda time, _, __: time,
     "never": lambda *_: 0.0,
     "stops": lambda time, drawn, _: min(time, drawn),
-    "last block": lambda time, *_: min(time, 1 - 1 / NUM_PIECES),
+    "last block": lambda time, *_: min(time, 1 - 1e-9),
     "trickles": lambda time, drawn, _: time / (5 + 45 * drawn),
     "late": lambda time, drawn, compute: float(time > (0.05 + 0.1 * drawn) * compute),
 }
@@ -62,6 +62,7 @@ class VirtualLoad:
     """A load whose blocks land as its behaviour says; see `TierLoad` of host_loads.py."""
 
     num_blocks: int
+    block_bytes: int
     clock: ManualClock
     share: Callable[[float], float]  # of the blocks, by seconds since the begin
     began_s: float
@@ -70,8 +71,13 @@ class VirtualLoad:
     @property
     def num_landed(self) -> int:
         until_s = self.clock.now_s() if self.cancelled_s is None else self.cancelled_s
-        share = self.share(until_s - self.began_s)
-        return self.num_blocks * min(NUM_PIECES, int(share * NUM_PIECES)) // NUM_PIECES
+        num_moved, landed = self.share(until_s - self.began_s) * self.num_blocks, 0
+        while landed < self.num_blocks:
+            end = landed + piece_size(landed, self.num_blocks, self.block_bytes)
+            if min(end, self.num_blocks) > num_moved:
+                break
+            landed = min(end, self.num_blocks)
+        return landed
 
     @property
     def is_over(self) -> bool:
@@ -93,6 +99,7 @@ class VirtualTier:
 
     clock: ManualClock
     behaviour: Behaviour
+    block_bytes: int
     block_s: float  # predicted
     rng: random.Random
     stored: set[bytes] = field(default_factory=set)
@@ -125,8 +132,13 @@ class VirtualTier:
         def share(since_s: float) -> float:
             return self.behaviour(since_s / predicted_s, drawn, compute)
 
-        num_blocks, began_s = len(blocks), self.clock.now_s()
-        load = VirtualLoad(num_blocks=num_blocks, clock=self.clock, share=share, began_s=began_s)
+        load = VirtualLoad(
+            num_blocks=len(blocks),
+            block_bytes=self.block_bytes,
+            clock=self.clock,
+            share=share,
+            began_s=self.clock.now_s(),
+        )
         self.loads.append(load)
         return load
 
@@ -176,9 +188,12 @@ def first_tokens(
     """
     clock, rng = ManualClock(), random.Random(args.seed)
     device = VirtualDevice(clock, args.device_speed)
-    block_s = args.block_mb / 1e3 / args.load_gb_s
+    block_bytes = round(1e6 * args.block_mb)
+    block_s = block_bytes / 1e9 / args.load_gb_s
     chosen = BEHAVIOURS["never"] if behaviour is None else behaviour
-    tier = VirtualTier(clock=clock, behaviour=chosen, block_s=block_s, rng=rng)
+    tier = VirtualTier(
+        clock=clock, behaviour=chosen, block_bytes=block_bytes, block_s=block_s, rng=rng
+    )
     cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
     hasher = RequestHasher(bytes(16), model="m", dtype="bfloat16", block_size=BLOCK_SIZE)
     scheduler = device.scheduler = Scheduler(

@@ -20,9 +20,9 @@ NO_STEPS: Any = None
 class AskedRanks:
     """Ranks 1 and up, for as long as the context is open."""
 
-    def __init__(self, works: Sequence[Begin], kind: Kind = "heads") -> None:
-        """works: of these ranks, which are asked for this kind alone."""
-        self._kind: Kind = kind
+    def __init__(self, works: Sequence[Begin], kinds: Sequence[Kind] = ("heads",)) -> None:
+        """works: of these ranks, which are asked for these kinds alone."""
+        self._kinds = kinds
         name = f"test-{uuid.uuid4().hex}"
         self.ends: list[RankEnd] = []
         self.failures: list[Exception] = []  # of ranks that could not answer
@@ -66,7 +66,7 @@ class AskedRanks:
     def _follow(self, name: str, rank: int, work: Begin) -> None:
         ring = self.readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
         with suppress(RingError):  # of the rank that ends
-            asides = AsideThreads(ring, {self._kind: work}, self.failures.append)
+            asides = AsideThreads(ring, dict.fromkeys(self._kinds, work), self.failures.append)
             Follower(NO_STEPS, ring, print, None, asides.begin).run()
 
 

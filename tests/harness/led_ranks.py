@@ -12,11 +12,12 @@ from typing import Any, Self
 from engine.core import Executor
 from engine.engine import Engine
 from engine.layers.context import Comm
-from engine.ranks.asides import Asides, AsideThreads
+from engine.ranks.asides import Asides, AsideThreads, Begin
 from engine.ranks.following import Follower
 from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.ring_messages import Kind
 from engine.ranks.step_counts import StepCounts
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
@@ -39,7 +40,9 @@ def follow(
             shared, part = built.kv_store.shared, built.below_device.part
         on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
-        works = {} if part is None else {"host tier": part.begin}
+        works: dict[Kind, Begin] = {}
+        if part is not None:
+            works = {"host save": part.begin, "host load": part.begin}
         begin_aside = AsideThreads(ring, works, _end).begin
         try:
             Follower(executor, ring, lambda _: None, on_step_end, begin_aside, drafts).run()

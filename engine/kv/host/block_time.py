@@ -1,32 +1,37 @@
 """How long it takes to move a block, learnt from moving some."""
 
 import math
-import time
 
-_LEARNING_RATE = 0.2
+from engine.clock import Clock
+
+_NUM_COUNTED = 32  # blocks: as many more count for half
 _MAX_SLOWER = 4.0  # than predicted, that one measurement may count as
 _FORGET_S = 5.0
 
 
 class BlockTime:
-    """A predicted time. One thread learns, any may ask.
+    """A predicted time: the mean of the blocks that were moved of late.
 
     What is predicted to be too slow is not tried, and so not measured again. So the first
     prediction is a hopeful one, a single measurement that something has held up counts for little,
-    and when there was none for `_FORGET_S` seconds, all are forgotten.
+    and when there was none for `_FORGET_S` seconds, all are forgotten. One thread learns, any may
+    ask.
     """
 
-    def __init__(self, hopeful_s: float) -> None:
+    def __init__(self, hopeful_s: float, clock: Clock) -> None:
+        self._clock = clock
         self._hopeful_s = self._learnt_s = hopeful_s
         self._learnt_at_s = -math.inf
 
     @property
     def predicted_s(self) -> float:
-        is_old = time.monotonic() - self._learnt_at_s > _FORGET_S
+        is_old = self._clock.now_s() - self._learnt_at_s > _FORGET_S
         return self._hopeful_s if is_old else self._learnt_s
 
-    def learn(self, took_s: float) -> None:
+    def learn(self, took_s: float, num_blocks: int) -> None:
+        """So many blocks took `took_s` together."""
         before_s = self.predicted_s
-        counted_s = min(took_s, _MAX_SLOWER * before_s)
-        self._learnt_s = before_s + _LEARNING_RATE * (counted_s - before_s)
-        self._learnt_at_s = time.monotonic()
+        counted_s = min(took_s / num_blocks, _MAX_SLOWER * before_s)
+        share = num_blocks / (num_blocks + _NUM_COUNTED)
+        self._learnt_s = before_s + share * (counted_s - before_s)
+        self._learnt_at_s = self._clock.now_s()

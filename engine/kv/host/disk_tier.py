@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.clock import MonotonicClock
 from engine.kv.host.arena import HostArena, HostBlock
 from engine.kv.host.block_time import BlockTime
 from engine.kv.host.disk import DiskBlock, DiskFiles, Row
@@ -47,7 +48,7 @@ class DiskTier:
     def __init__(self, files: DiskFiles, arena: HostArena) -> None:
         self._files = files
         self._arena = arena
-        self.read_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S)
+        self.read_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S, MonotonicClock())
         self.num_loaded = 0
         self._read_s = 0.0
         self._num_written = self._num_dropped = 0
@@ -135,7 +136,7 @@ class DiskTier:
         self._read_since_s = None
         took_s = time.monotonic() - began_s
         self._read_s += took_s
-        self.read_time.learn(took_s)
+        self.read_time.learn(took_s, 1)
         return is_read
 
     def forget(self, block: DiskBlock) -> None:

@@ -18,13 +18,14 @@ Knows no requests, no device cache and no tensors.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Literal, Protocol
 
+from engine.clock import Clock, MonotonicClock
 from engine.kv.host.arena import HostArena, HostBlock
 from engine.kv.host.block_time import BlockTime
 from engine.kv.host.disk import DiskBlock
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 Problem = Literal["corrupt", "gone", "failed"]
 
-_NUM_PIECES = 16  # of a load: each shows that it gets on
-_PIECE_BYTES = 2**24  # at least, as far as there is so much: a piece is waited for by itself
+_PIECE_BYTES = 2**24  # of a load's pieces, at least
+_PIECES_SHARE = 4  # of a load is the largest piece
 _MAX_WRITING_SHARE = 4  # at most 1/4 of the arena is being written by one worker
 _HOPED_BYTES_S = (
     50e9  # of a load; one that is slower costs little (engine/scheduling/host_loads.py)
@@ -46,9 +47,12 @@ _HOPED_BYTES_S = (
 _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
 _COUNT_EVERY_S = 0.1
 _FIRST_SHARE, _NUM_FIRST_RUNS = 4, 16  # before anything was found, 1/4 is stored, in so many runs
+_WAITED_SHARE = 16  # steps wait for blocks while one is found for each 1/16 that is evicted
 _TRIED_SHARE = 16  # where nothing is found any more, 1/16 of what is evicted is stored
 _NO_WORD = 0  # of no block: there was none for it
 _COUNTED = ("stored", "known", "dropped", "skipped", "loaded", "corrupt", "gone")
+
+CLOCK = MonotonicClock()
 
 
 class BlockMover(Protocol):
@@ -108,17 +112,40 @@ class HostLoad:
         self.files = files or {}
         self.num_read = 0  # of `files`
         self.num_landed = 0  # from the first one on: there, and checked
-        self.is_over = False  # the device's blocks are not touched any more
         self.problem: Problem | None = None  # of block `num_landed`, which ended it
         self.is_cancelled = False
+        self.has_ended = False  # no thread has anything to do with it any more
+        self._lock = Lock()
+        self._is_reading = False  # a file, or waits for that
+        self._is_let_go = False  # while it read: it must not touch the device any more
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device's blocks are not touched any more."""
+        return self.has_ended or self._is_let_go
 
     def cancel(self) -> None:
-        """What is not under way need not come."""
-        self.is_cancelled = True
+        """What is not under way need not come; over at once if a file is being read."""
+        with self._lock:
+            self.is_cancelled = True
+            self._is_let_go = self._is_let_go or self._is_reading
 
     def resume(self) -> None:
         """Go on after all, unless it is over already."""
-        self.is_cancelled = False
+        with self._lock:
+            self.is_cancelled = self._is_let_go
+
+    def read(self) -> None:
+        """A file is read next: a disk may hang, and must not keep the device's blocks then."""
+        with self._lock:
+            self._is_reading = True
+            self._is_let_go = self.is_cancelled
+
+    def may_move(self) -> bool:
+        """Whether to go on, with blocks of the device."""
+        with self._lock:
+            self._is_reading = False
+            return not self.is_cancelled and self.problem is None
 
 
 class _Save:
@@ -148,16 +175,26 @@ class HostTier:
         arena: HostArena,
         mover: BlockMover,
         disk: DiskTier | None = None,
+        *,
+        num_staged: int | None = None,
+        clock: Clock = CLOCK,
+        lane: Callable[[str], Lane] = Lane,
     ) -> None:
-        """disk: None = what leaves the arena is lost."""
+        """disk: None = what leaves the arena is lost. lane: makes the thread of a name.
+
+        num_staged: so many blocks `mover` saves at a time without holding up steps; None = any
+        number.
+        """
+        self._clock = clock
         self._arena = arena
         self._disk = disk
         self._mover = mover
+        self._num_staged = num_staged
         self._saves: deque[_Save] = deque()
         self._saving: set[bytes] = set()
         self._loads: list[HostLoad] = []
         self._num_loading = 0  # blocks, of `_loads`
-        self._load_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S)
+        self._load_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S, clock)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._num_in_vain = 0  # blocks evicted since a worker has found one
         self._num_hits = arena.num_hits
@@ -165,8 +202,8 @@ class HostTier:
         self._published = PublishedBlocks(arena)
         self._is_off = False
         self._wake: Callable[[], None] = _nothing
-        self._save_lane = Lane("host saves")
-        self._load_lane = Lane("host loads")
+        self._save_lane = lane("host saves")
+        self._load_lane = lane("host loads")
 
     def wrap_mover(self, wrap: Callable[[BlockMover], BlockMover]) -> None:
         """Wrap what moves blocks; call it before the first step."""
@@ -188,7 +225,8 @@ class HostTier:
         if self._is_off:
             self._counts["dropped"] += len(evicted)
             return
-        if self._is_in_vain(len(evicted)):
+        num_in_vain = self._count_evicted(len(evicted))
+        if self._is_in_vain(num_in_vain):
             self._counts["skipped"] += len(evicted)
             return
         hashes = [name for _, name in reversed(evicted)]  # a sequence's first go last
@@ -196,9 +234,7 @@ class HostTier:
         self._arena.touch([name for name, new in zip(hashes, is_new, strict=True) if not new])
         new = [block for block, new in zip(reversed(evicted), is_new, strict=True) if new]
         self._counts["known"] += len(evicted) - len(new)
-        num_writing = sum(len(save.slots) for save in self._saves)
-        room = max(1, self._arena.num_blocks // _MAX_WRITING_SHARE) - num_writing
-        slots = self._arena.take(max(0, min(len(new), room)))
+        slots = self._arena.take(max(0, min(len(new), self._room(num_in_vain))))
         self._counts["dropped"] += len(new) - len(slots)
         new = new[: len(slots)]
         if not new:
@@ -209,19 +245,34 @@ class HostTier:
         self._saves.append(save)
         self._save_lane.post(lambda: self._finish(save))
 
-    def _is_in_vain(self, num_evicted: int) -> bool:
-        """Whether not to store so many more blocks, because nothing is ever found."""
-        num_hits, num_blocks = self._arena.num_hits, self._arena.num_blocks
+    def _room(self, num_in_vain: int) -> int:
+        """How many blocks may be saved now; none if it is negative."""
+        num_writing = sum(len(save.slots) for save in self._saves)
+        room = max(1, self._arena.num_blocks // _MAX_WRITING_SHARE) - num_writing
+        is_lately = num_in_vain * _WAITED_SHARE < self._arena.num_blocks
+        if self._num_staged is None or self._num_hits == 0 or is_lately:
+            return room
+        num_staged = sum(len(save.slots) for save in self._saves if not save.is_over)
+        return min(room, self._num_staged - num_staged)
+
+    def _count_evicted(self, num_blocks: int) -> int:
+        """Counts more evicted blocks; returns how many were evicted since a worker found one."""
+        if (num_hits := self._arena.num_hits) != self._num_hits:
+            self._num_hits, self._num_in_vain = num_hits, 0
+        num_before = self._num_in_vain
+        self._num_in_vain += num_blocks
+        return num_before
+
+    def _is_in_vain(self, num_in_vain: int) -> bool:
+        """Whether not to store more blocks after so many, because nothing is ever found."""
+        num_blocks = self._arena.num_blocks
         if self._disk is not None:
             num_blocks += self._disk.max_blocks
-        if num_hits != self._num_hits:
-            self._num_hits, self._num_in_vain = num_hits, 0
-        num_rounds, place = divmod(self._num_in_vain, num_blocks)
-        self._num_in_vain += num_evicted
+        num_rounds, place = divmod(num_in_vain, num_blocks)
         if num_rounds > 0:
             return place * _TRIED_SHARE >= num_blocks
         run = place * _NUM_FIRST_RUNS * _FIRST_SHARE // num_blocks
-        return num_hits == 0 and run % _FIRST_SHARE > 0
+        return self._num_hits == 0 and run % _FIRST_SHARE > 0
 
     def _finish(self, save: _Save) -> None:
         try:
@@ -237,8 +288,8 @@ class HostTier:
         """Publishes what has been saved, and removes what was found to be wrong."""
         while self._saves and self._saves[0].is_over and self._publish(self._saves[0]):
             self._saving.difference_update(self._saves.popleft().hashes)
-        if any(load.is_over for load in self._loads):
-            ended = [load for load in self._loads if load.is_over]
+        if any(load.has_ended for load in self._loads):
+            ended = [load for load in self._loads if load.has_ended]
             self._loads = [load for load in self._loads if load not in ended]
             for load in ended:
                 self._end(load)
@@ -341,12 +392,12 @@ class HostTier:
     def _run(self, load: HostLoad, copy: Copy, first: int) -> None:
         """On the loading thread: all, or until a block has to be read from a file first."""
         num_blocks = len(load.blocks)
-        at_least = min(num_blocks, -(-_PIECE_BYTES // self._arena.block_bytes))
-        piece = max(-(-num_blocks // _NUM_PIECES), at_least)
         try:
-            while first < num_blocks and not load.is_cancelled and load.problem is None:
-                end = _end_of_piece(load, first, min(first + piece, num_blocks))
+            while first < num_blocks and load.may_move():
+                size = piece_size(first, num_blocks, self._arena.block_bytes)
+                end = _end_of_piece(load, first, min(first + size, num_blocks))
                 if self._disk is not None and first in load.files and load.num_read <= first:
+                    load.read()
                     self._disk.post(partial(self._read, load, copy, first, end))
                     return
                 self._run_piece(load, copy, first, end)
@@ -355,7 +406,7 @@ class HostTier:
         except Exception:
             logger.exception("the host tier is switched off: a block could not be loaded")
             self._fail(load)
-        load.is_over = True
+        load.has_ended = True
         self._wake()
 
     def _read(self, load: HostLoad, copy: Copy, first: int, end: int) -> None:
@@ -389,9 +440,9 @@ class HostTier:
         end: int,
     ) -> None:
         blocks, block_ids = load.blocks[first:end], load.block_ids[first:end]
-        began_s = time.perf_counter()
+        began_s = self._clock.now_s()
         digests = copy([block.slot for block in blocks], block_ids)
-        self._load_time.learn((time.perf_counter() - began_s) / len(blocks))
+        self._load_time.learn(self._clock.now_s() - began_s, len(blocks))
         for block, digest in zip(blocks, digests, strict=True):
             if not self._arena.is_unchanged(block):
                 load.problem = "gone"
@@ -444,7 +495,7 @@ class HostTier:
 
     def _num_ready(self) -> int:
         """Counted now and then: it takes time linear in the arena, and is asked at every step."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if now_s - self._counted[0] >= _COUNT_EVERY_S:
             self._counted = now_s, self._arena.num_ready
         return self._counted[1]
@@ -470,6 +521,17 @@ class HostTier:
         if self._disk is not None:
             self._disk.close()
         self._arena.close()
+
+
+def piece_size(num_landed: int, num_blocks: int, block_bytes: int) -> int:
+    """Blocks of the next piece of a load of `num_blocks`: as many as have landed, within bounds.
+
+    Each piece is waited for by itself, and then for the kernel that digests it, which on a GPU may
+    wait for those of a step. So later pieces are larger than the first, which shows soon that the
+    load gets on. A quarter lands in time if loading takes up to 0.7 of computing (host_loads.py).
+    """
+    largest = min(num_landed, -(-num_blocks // _PIECES_SHARE))
+    return max(-(-_PIECE_BYTES // block_bytes), largest)
 
 
 def _end_of_piece(load: HostLoad, first: int, end: int) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from html import unescape
 from pathlib import Path
 
@@ -66,20 +67,41 @@ class Dom:
         return ' hidden=""' in found[0]
 
 
+def show(
+    folder: Path, answer: Answer, page_s: float = 3.0, probe: str = "", dark: bool = False
+) -> Dom:
+    """What the page became after some seconds of its time; the browser's profile is in `folder`."""
+    with serving(answer, probe) as url:
+        profile = folder / "profile"
+        return Dom(run_browser(url, profile, "--dump-dom", page_s=page_s, dark=dark))
+
+
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Dom]:
-    """Show the page for some seconds of its time and return what it became."""
-
-    def load(answer: Answer, page_s: float = 3.0, probe: str = "", dark: bool = False) -> Dom:
-        with serving(answer, probe) as url:
-            profile = tmp_path / "profile"
-            return Dom(run_browser(url, profile, "--dump-dom", page_s=page_s, dark=dark))
-
-    return load
+    return partial(show, tmp_path)
 
 
-def test_a_busy_system_is_readable(load: Callable[..., Dom]) -> None:
-    dom = load(always(states.busy()))
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Dom:
+    """The page of a busy system, which several tests look at."""
+    return show(tmp_path_factory.mktemp("busy"), always(states.busy()))
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Dom:
+    """The page of a system with drafts."""
+    return show(tmp_path_factory.mktemp("guessing"), always(states.guessing()))
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Dom:
+    """The page of a busy system, light and in the whole window, and what PROBE found."""
+    folder = tmp_path_factory.mktemp("probed")
+    return show(folder, always(states.busy()), page_s=4.0, probe=PROBE % 0)
+
+
+def test_a_busy_system_is_readable(busy: Dom) -> None:
+    dom = busy
     assert dom.is_hidden("banner")
     assert dom.is_hidden("notice")
     assert dom.text('id="pools"') == "pools on"
@@ -102,29 +124,30 @@ def test_a_busy_system_is_readable(load: Callable[..., Dom]) -> None:
     assert rows["prefill-3.22997e1f"][1] == "long, away"
 
 
-def test_drafts_are_shown_by_worker_where_there_are_any(load: Callable[..., Dom]) -> None:
-    assert load(always(states.busy())).is_hidden("drafts")
-    dom = load(always(states.guessing()))
-    assert not dom.is_hidden("drafts")
+def test_drafts_are_shown_by_worker_where_there_are_any(
+    busy: Dom, guessing: Dom, load: Callable[..., Dom]
+) -> None:
+    assert busy.is_hidden("drafts")
+    assert not guessing.is_hidden("drafts")
     figures = ["on", "3.50", "91 · 70 · 50 · 39 %", "1,500 (38 %)", "1.62 x", "1.50 x"]
-    found = dom.rows("drafter")
+    found = guessing.rows("drafter")
     assert found["unified-0.22997e1f"] == ["unified-0", *figures]
     stopped = load(always(states.guessing(is_on=False))).rows("drafter")
     assert stopped["unified-0.22997e1f"][1] == "off, as it lost time, stopped 1 time"
 
 
 def test_steps_of_two_batches_are_shown_by_worker_where_there_are_any(
-    load: Callable[..., Dom],
+    guessing: Dom, load: Callable[..., Dom]
 ) -> None:
-    assert load(always(states.guessing())).is_hidden("overlaps")
+    assert guessing.is_hidden("overlaps")
     dom = load(always(states.splitting()))
     assert not dom.is_hidden("overlaps")
     found = dom.rows("splitter")
     assert found["unified-0.22997e1f"] == ["unified-0", "5,000", "1,200", "7", "30", "0"]
 
 
-def test_moves_show_age_and_reason_and_a_name_is_never_markup(load: Callable[..., Dom]) -> None:
-    moves = load(always(states.busy())).text('id="moves"').split("  ")
+def test_moves_show_age_and_reason_and_a_name_is_never_markup(busy: Dom) -> None:
+    moves = busy.text('id="moves"').split("  ")
     said = [part.strip() for part in moves if part.strip()]
     assert said[:3] == [
         "12 s ago",
@@ -134,8 +157,8 @@ def test_moves_show_age_and_reason_and_a_name_is_never_markup(load: Callable[...
     assert said[-3:] == ["2 h 1 min ago", "prefill-2 → long", "<b>bold</b>"]
 
 
-def test_the_curves_are_drawn_with_a_gap_where_nothing_came(load: Callable[..., Dom]) -> None:
-    html = load(always(states.busy())).html
+def test_the_curves_are_drawn_with_a_gap_where_nothing_came(busy: Dom) -> None:
+    html = busy.html
     drawn = {
         name: re.findall(rf'<g class="{name}">(.*?)</g>', html, re.DOTALL)[0]
         for name in ("short", "long")
@@ -236,17 +259,19 @@ def test_answers_of_two_ingresses_in_turn_keep_one_curve(load: Callable[..., Dom
     assert "ingress-01234567, one of several" in dom.text('id="footer"')
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_light_and_dark(load: Callable[..., Dom], dark: bool) -> None:
-    dom = load(always(states.busy()), probe=PROBE % 0, dark=dark, page_s=4.0)
-    assert f'data-is-dark="{str(dark).lower()}"' in dom.html
+def test_light_and_dark(probed: Dom, load: Callable[..., Dom]) -> None:
+    assert 'data-is-dark="false"' in probed.html
+    dark = load(always(states.busy()), probe=PROBE % 0, dark=True, page_s=4.0)
+    assert 'data-is-dark="true"' in dark.html
 
 
-@pytest.mark.parametrize("width_px", [0, NARROW_PX], ids=["window", "phone"])
-def test_nothing_sticks_out(width_px: int, tmp_path: Path) -> None:
-    probe, size = PROBE % width_px, (500, 1500) if width_px else (1200, 1300)
-    with serving(always(states.busy()), probe) as url:
-        html = run_browser(url, tmp_path / "profile", "--dump-dom", size=size, page_s=4.0)
+def test_nothing_sticks_out_of_a_window(probed: Dom) -> None:
+    assert 'data-beyond=""' in probed.html, re.search(r'data-beyond="[^"]*"', probed.html)
+
+
+def test_nothing_sticks_out_of_a_phone(tmp_path: Path) -> None:
+    with serving(always(states.busy()), PROBE % NARROW_PX) as url:
+        html = run_browser(url, tmp_path / "profile", "--dump-dom", size=(500, 1500), page_s=4.0)
     assert 'data-beyond=""' in html, re.search(r'data-beyond="[^"]*"', html)
 
 

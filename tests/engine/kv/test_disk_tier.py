@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.kv.host.arena import HostArena
-from engine.kv.host.disk import DiskBlock, DiskFiles, kept_key
+from engine.kv.host.disk import DiskBlock, DiskFiles, Row, kept_key
 from engine.kv.host.disk_tier import DiskTier
 from engine.kv.host.movers import build_mover
 from engine.kv.host.tier import HostTier
@@ -150,6 +150,41 @@ def test_a_harmed_file_is_never_used(world: World, path: Path, harm: str) -> Non
     assert world.arena.num_found([name_of(number)]) == 0
     good = world.store.tensor[40 : 40 + load.num_landed]
     assert torch.equal(good, world.store.tensor[: load.num_landed])
+
+
+def test_a_disk_that_hangs_keeps_no_block_of_the_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has given up the load needs them to compute."""
+    for first in range(0, 32, 4):
+        world.save(range(first, first + 4))
+    found = [world.files.get(name_of(i)) for i in range(4)]
+    blocks = [block for block in found if block is not None]
+    assert world.arena.num_found([name_of(0)]) == 0
+    begins, answers = Event(), Event()
+    read = world.files.read
+
+    def hang(block: DiskBlock, row: Row) -> bool:
+        begins.set()
+        assert answers.wait(30)
+        return read(block, row)
+
+    monkeypatch.setattr(world.files, "read", hang)
+    load = world.tier.load(blocks, [40, 41, 42, 43])
+    assert begins.wait(30)
+    assert not load.is_over
+    load.cancel()
+    assert load.is_over
+    world.store.tensor[40:44] = 7.0  # others have them
+    load.resume()
+    world.tier.settle()
+    assert world.tier.is_active, "the disk may still write to blocks of the arena"
+    world.tier.check_conservation()
+    answers.set()
+    world.settle()
+    assert not world.tier.is_active
+    assert (load.num_landed, load.is_over, load.problem) == (0, True, None)
+    assert bool((world.store.tensor[40:44] == 7.0).all())
 
 
 def test_a_stalled_read_makes_reading_unworthy(

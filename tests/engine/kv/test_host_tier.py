@@ -8,11 +8,13 @@ from threading import Event
 import pytest
 import torch
 
+from engine.clock import ManualClock
 from engine.cost_model import PRIOR
 from engine.kv.host.arena import HostArena, HostBlock
+from engine.kv.host.block_time import BlockTime
 from engine.kv.host.movers import BlockMover, build_mover, runs
 from engine.kv.host.shared_file import FOLDER, PREFIX
-from engine.kv.host.tier import HostLoad, HostTier
+from engine.kv.host.tier import HostLoad, HostTier, piece_size
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from tests.engine.kv.arena_process import name_of
@@ -39,7 +41,8 @@ class World:
         assert self.arena.num_blocks == num_arena_blocks
         self.arena.note_hit()  # else little is stored
         self.mover = StoppedMover(build_mover(self.store, self.arena.blocks))
-        self.tier = HostTier(self.arena, self.mover)
+        self.clock = ManualClock()
+        self.tier = HostTier(self.arena, self.mover, clock=self.clock)
 
     def save(self, block_ids: Sequence[int]) -> None:
         self.tier.save([(block_id, name_of(block_id)) for block_id in block_ids])
@@ -283,31 +286,59 @@ def test_a_tier_that_has_loaded_nothing_yet_is_tried(num_bytes: int) -> None:
     tier.close()
 
 
-def test_a_load_that_was_held_up_is_not_the_last(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("engine.kv.host.tier.time.perf_counter", lambda: now_s)
-    monkeypatch.setattr("engine.kv.host.block_time.time.monotonic", lambda: now_s)
-
-    def hold_up() -> None:
-        nonlocal now_s
-        now_s += 2.0
-
+def test_a_load_that_was_held_up_is_not_the_last(world: World) -> None:
     world.save([1])
     world.settle()
     blocks = world.arena.find([name_of(1)])
     at_first_s = world.tier.load_seconds(blocks)
-    world.mover.before_piece = hold_up
+    world.mover.before_piece = lambda: world.clock.advance(2.0)
     world.load([1], [20])
     world.settle()
     assert at_first_s < world.tier.load_seconds(blocks) < 2 * at_first_s, "it was one alone"
-    for _ in range(60):
+    for _ in range(400):
         world.load([1], [20])
         world.settle()
     assert world.tier.load_seconds(blocks) > 1.0, "all are slow"
-    now_s += 6.0
+    world.clock.advance(6.0)
     assert world.tier.load_seconds(blocks) == at_first_s
+
+
+def test_a_piece_counts_by_its_blocks() -> None:
+    """Of two speeds the one of more blocks: what a piece takes besides must not count for each."""
+    clock = ManualClock()
+    time = BlockTime(1e-3, clock)
+    for _ in range(30):
+        time.learn(4e-3, 1)
+        time.learn(100e-3, 100)
+    assert 1e-3 < time.predicted_s < 1.1e-3
+
+
+@pytest.mark.parametrize("num_blocks", [1, 7, 8, 9, 100, 1777])
+def test_pieces_grow_to_a_quarter_of_a_load(num_blocks: int) -> None:
+    landed, sizes = 0, list[int]()
+    while landed < num_blocks:
+        sizes.append(min(piece_size(landed, num_blocks, 2359296), num_blocks - landed))
+        landed += sizes[-1]
+    assert max(sizes) <= max(8, -(-num_blocks // 4))
+    assert sizes[0] == min(8, num_blocks)
+    assert len(sizes) <= 12, "each is waited for by itself"
+
+
+def test_where_blocks_were_found_but_not_lately_no_step_waits_for_the_bus(world: World) -> None:
+    """Of a save of many blocks the first of a sequence are stored, as many as can be staged."""
+    tier = HostTier(world.arena, world.mover, num_staged=6)
+    world.tier, unstaged = tier, world.tier
+    numbers = list(range(20))
+    assert tier.find([name_of(99)]) == []
+    world.arena.note_hit()
+    tier.save([(i, name_of(i)) for i in reversed(numbers[:10])])
+    world.settle()
+    assert tier.statistics().num_dropped == 0, "one was found just now"
+    tier.save([(i, name_of(i)) for i in reversed(numbers[10:])])
+    world.settle()
+    assert [world.arena.num_found([name_of(i)]) for i in numbers] == [1] * 16 + [0] * 4
+    assert tier.statistics().num_dropped == 4
+    unstaged.close()
 
 
 def test_neighbours_on_both_sides_are_copied_together() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import HandoffError, WorkerError
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import AsideThreads, Work, beside
+from engine.ranks.asides import NUM_THREADS, AsideThreads, Work, beside
 from engine.ranks.following import Follower
 from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
@@ -41,6 +41,22 @@ def test_all_ranks_answer_what_many_threads_ask_at_once() -> None:
     with AskedRanks(beside_all(says(1), says(2))) as ranks, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda work: ranks.asides.ask(work, says(0)), works))
     assert found == [[bytes([rank]) + work for rank in range(3)] for work in works]
+
+
+def test_a_load_does_not_wait_for_saves_that_are_still_being_copied() -> None:
+    has_loaded = threading.Event()
+
+    def work(asked: bytes) -> bytes:
+        if asked == b"load":
+            has_loaded.set()
+        else:
+            assert has_loaded.wait(PATIENCE_S), "saves kept it from its thread"
+        return b""
+
+    with AskedRanks(beside_all(work), kinds=("host save", "host load")) as ranks:
+        saves = [ranks.asides.begin(b"save", "host save") for _ in range(2 * NUM_THREADS)]
+        ranks.asides.begin(b"load", "host load")()
+        assert [wait() for wait in saves] == [[b""]] * len(saves)
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])

@@ -180,7 +180,7 @@ def test_a_block_is_whole_in_the_arena_and_its_digest_is_that_of_one_rank(
 ) -> None:
     ranks = Ranks(num_ranks, num_heads)
     assert (ranks.parts.num_parts, ranks.parts.keepers) == (num_parts, keepers)
-    with AskedRanks(ranks.others(), kind="host tier") as asked:
+    with AskedRanks(ranks.others(), kinds=("host save", "host load")) as asked:
         mover = _led(asked, ranks)
         wait = mover.save([7, 2, 5], [0, 4, 9])
         assert wait() == ranks.digests([7, 2, 5])
@@ -206,7 +206,7 @@ def test_a_wrong_bit_on_any_rank_makes_another_digest(
         store.tensor.view(-1).view(torch.uint8).view(NUM_BLOCKS, -1)[block_ids[-1], 3] ^= 4
         return digest(block_ids)
 
-    with AskedRanks(ranks.others(), kind="host tier") as asked:
+    with AskedRanks(ranks.others(), kinds=("host save", "host load")) as asked:
         mover = _led(asked, ranks)
         expected = mover.save([7, 2], [0, 4])()
         monkeypatch.setattr(store, "digest", flipped)
@@ -226,7 +226,7 @@ def test_a_load_is_over_when_every_rank_has_ended_it_or_the_gang_has() -> None:
 
         return rest
 
-    with AskedRanks([stands_still], kind="host tier") as asked:
+    with AskedRanks([stands_still], kinds=("host save", "host load")) as asked:
         copy, errors = _led(asked, ranks).begin_load(), list[BaseException]()
 
         def load() -> None:
@@ -250,7 +250,7 @@ def test_a_rank_that_cannot_save_fails_the_save_alone() -> None:
     def refuses(_: bytes) -> Any:
         raise OSError("no such memory")
 
-    with AskedRanks([refuses], kind="host tier") as asked:
+    with AskedRanks([refuses], kinds=("host save", "host load")) as asked:
         wait = _led(asked, ranks).save([1], [2])
         with pytest.raises(WorkerError, match="rank 1: OSError: no such memory"):
             wait()

@@ -160,9 +160,9 @@ def test_work_beside_steps_begins_once_the_steps_have_ended_that_the_leader_had_
         Noting("step", []), line, None, compare_every=64, patience_s=1.0, steps=steps
     )  # type: ignore[arg-type]
     first, _ = leading.launch(_plan(0)), leading.launch(_plan(1))
-    asides.begin(b"at once", "host tier", steps.num_ended)
+    asides.begin(b"at once", "host save", steps.num_ended)
     first.wait()
-    asides.begin(b"later", "host tier", steps.num_ended)
+    asides.begin(b"later", "host save", steps.num_ended)
     leading.launch(_plan(2))
     leading.stop()
 

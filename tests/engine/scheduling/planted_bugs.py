@@ -278,11 +278,8 @@ class PausesOneTokenTooSoon(Scheduler):
         super().__init__(config, **parts)
 
         class Rules(FinishRules):
-            def num_steps_to_last(self, requests: Iterable[Request]) -> int:
-                return super().num_steps_to_last(requests) - 1
-
-            def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
-                return [r for r in requests if r.num_computed_tokens + 2 >= r.max_known_tokens]
+            def last_count(self, request: Request) -> int:
+                return super().last_count(request) - 1
 
         self._finish_rules.__class__ = Rules
 

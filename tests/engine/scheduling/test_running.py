@@ -74,5 +74,4 @@ def test_the_last_token_is_known_by_its_length_and_by_who_waits_for_it_elsewhere
     moves.num_computed_tokens = 5
     moves.decode_worker = "decode-0"
     assert rules.at_last_token([*requests, moves]) == [*requests[1:], moves]
-    assert [rules.num_steps_to_last([request]) for request in (*requests, moves)] == [1, 0, -1, 0]
-    assert rules.num_steps_to_last(requests) == -1
+    assert [rules.last_count(request) for request in (*requests, moves)] == [8, 8, 8, 0]

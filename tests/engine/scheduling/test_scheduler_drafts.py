@@ -12,7 +12,7 @@ from engine.plan import StepResult
 from engine.request import Request
 from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts
 from engine.speculation.controller import StepDrafts, StepOffer
-from engine.speculation.drafter import FixedDrafts
+from engine.speculation.drafter import FixedDrafts, RequestNgrams
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 from tests.harness.drafters import DeviceGuesser, EveryOtherStep, Guesser
 from tests.harness.fakes import VOCAB_SIZE, expected_output
@@ -55,6 +55,17 @@ def test_nobody_asks_about_a_request_that_may_have_no_drafts() -> None:
     replica.run(50)
     assert policy.keys == {cold.key}
     assert replica.output(hot) == replica.expected(hot)
+
+
+def test_a_prompt_is_indexed_when_its_first_token_comes_and_not_while_a_step_is_planned() -> None:
+    drafter = RequestNgrams()
+    replica = Replica(drafting=Drafting(drafter, FixedDrafts(2), holds=True), overlap=True)
+    request = replica.add("a", prompt_of(5), params=params_of(20, temperature=0.0))
+    while request.num_output_tokens == 0:
+        replica.step()
+    assert drafter.ngrams.statistics()["num_request_tokens"] == request.num_known_tokens
+    replica.run(50)
+    assert drafter.ngrams.statistics()["num_requests"] == 0
 
 
 WAYS = ["in turn", "overlapped", "planned ahead"]

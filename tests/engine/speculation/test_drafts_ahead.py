@@ -45,22 +45,23 @@ FREE: tuple[dict[str, Any], ...] = (
 HELD: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
     {"temperature": 1.0, "allowed_token_ids": (4, 8, 15, 16, 23, 42)},
-    {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": tuple(range(0, 99, 5))},
+    {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": (4, *range(0, 99, 5))},
 )
 
 
 def _asked(kinds: tuple[dict[str, Any], ...], seed: int) -> list[Asked]:
+    """A request of each kind; the prompts begin with the same 13 tokens and have 14 to 42."""
     draw = random.Random(seed)
     shared = draw.choices(range(3, VOCAB_SIZE), k=13)
     return [
         (
-            shared + draw.choices(range(3, VOCAB_SIZE), k=draw.randint(1, 30)),
+            shared + draw.choices(range(3, VOCAB_SIZE), k=1 + 4 * i),
             SamplingParams(
                 **{"max_tokens": draw.randint(16, 24), "ignore_eos": True, **kind},
                 seed=draw.getrandbits(60),
             ),
         )
-        for kind in kinds
+        for i, kind in enumerate(kinds)
     ]
 
 
@@ -347,7 +348,7 @@ def test_looking_up_where_steps_do_not_overlap_is_refused(folder: Path) -> None:
 def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
     """Where a text does not repeat a pair of its own, the device has a quote of the answer."""
     draw = random.Random(SEED)
-    params = SamplingParams(max_tokens=200, temperature=9.0, ignore_eos=True, seed=SEED)
+    params = SamplingParams(max_tokens=100, temperature=9.0, ignore_eos=True, seed=SEED)
     asked = [(draw.choices(range(3, VOCAB_SIZE), k=10), params)]
     engine = _start(folder, "ngram", None, way="made true", speculation__ngrams_on_device=True)
     counts = engine.core.scheduler.drafting.counts
@@ -358,10 +359,11 @@ def test_a_finished_answer_is_drafted_from_in_every_step(folder: Path) -> None:
             assert_same(run(engine, asked), first)
     num_drafted, num_right = counts.num_drafted - before[0], counts.num_accepted - before[1]
     pairs = list(pairwise([*asked[0][0], *first[0].tokens]))
-    num_repeated = len(pairs) - len(set(pairs))  # by chance; each may bring three wrong drafts
+    num_repeated = len(pairs) - len(set(pairs))  # by chance; each may cost a step its three drafts
     assert num_drafted - num_right <= 3 * num_repeated
-    assert num_right >= 145
-    assert sum(bool(plan.rows) for _, plan in plans) < 60  # of four tokens, where 50 is the least
+    assert num_right >= 70 - num_repeated
+    # Of four tokens, where 25 is the least.
+    assert sum(bool(plan.rows) for _, plan in plans) < 30 + num_repeated
 
 
 def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:

@@ -80,7 +80,7 @@ def conversations() -> list[list[Asked]]:
     """Texts that part at the end of the third block, then the same ones with more behind them."""
     draw = random.Random(SEED)
     ids = range(3, VOCAB_SIZE)
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     shared = draw.choices(ids, k=3 * BLOCK_SIZE)
     texts = [[*shared, first, *draw.choices(ids, k=5)] for first in draw.sample(ids, 3)]
     longer = [[*text, *draw.choices(ids, k=6)] for text in texts]
@@ -98,6 +98,7 @@ def test_texts_that_part_at_the_end_of_a_block_keep_their_own_entries(
             folder,
             ops=TorchOps(),
             scheduler__overlap=overlap,
+            scheduler__max_num_batched_tokens=96,  # so that one pass computes all texts
             cache__enable_prefix_caching=is_kept,
             **settings,
         )
