@@ -33,7 +33,7 @@ from engine.kv.device_offer import DeviceOffer, map_tensor, offer_tensor
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
-from engine.ranks.comm import connect_ranks
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
 from engine.ranks.step_counts import StepCounts
