@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors", "engine.ranks.heartbeat"),
     "engine.ranks.ring_messages": ("engine.plan", "engine.ranks.plan_ring", "engine.request"),
-    "engine.ranks.asides": (
+    "engine.ranks.rank_tasks": (
         "engine.errors",
         "engine.ranks.plan_ring",
         "engine.ranks.ring_messages",
@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.ranks.rank_reports": (
         "engine.errors",
         "engine.plan",
-        "engine.ranks.asides",
+        "engine.ranks.rank_tasks",
         "engine.ranks.heartbeat",
         "engine.ranks.plan_ring",
         "engine.ranks.ring_messages",
@@ -250,7 +250,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *_WORDS,
         "engine.engine",
         "engine.kv",
-        "engine.ranks.asides",
+        "engine.ranks.rank_tasks",
         "engine.ranks.nccl_deadlines",
         "engine.ranks.rank",
         "engine.ranks.shared_stores",

@@ -34,8 +34,8 @@ from engine.engine import Engine
 from engine.kv.cache import BlockTerms
 from engine.kv.transfer import DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
-from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import OneRankTasks, Work
 from engine.ranks.shared_stores import part_of
 from engine.request import Request, RequestKey
 
@@ -267,4 +267,4 @@ def _by_ranks(host: EngineHost, engine: Engine, pieces: Pieces) -> ByRanks | Non
     linking = _linking(host.config, host.namespace, host.name, own)
     puller = RankPuller(part_of(Rank(0, size), whole), own, linking=linking)
     all_of = OneRank(pieces) if isinstance(pieces, KvPieces) else pieces
-    return ByRanks(pulls=PullsByRanks(all_of, host.asides or NoAsides(), puller))
+    return ByRanks(pulls=PullsByRanks(all_of, host.rank_tasks or OneRankTasks(), puller))

@@ -28,7 +28,7 @@ from actors.worker.faulty_steps import FaultySteps
 from actors.worker.gang import other_ranks
 from actors.worker.kv_connector import KvConnector
 from actors.worker.loading import EngineLoader, why_not_started
-from actors.worker.rank_worker import Beside
+from actors.worker.rank_worker import MakeHeadsWork
 from actors.worker.requests import WorkerRequests
 from actors.worker.stall_watch import StallWatch, exit_failed, exit_stalled
 from actors.worker.token_streams import TokenStreams
@@ -47,8 +47,8 @@ from engine.messages import (
     WorkerLimits,
     WorkerStatus,
 )
-from engine.ranks.asides import Asides
 from engine.ranks.rank_reports import RankEnd
+from engine.ranks.rank_tasks import RankTasks
 from engine.ranks.step_counts import StepCounts
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
@@ -83,11 +83,11 @@ class EngineHost:
         name: str,
         role: Role,
         make_connector: Callable[["EngineHost", "Engine"], KvConnector],
-        beside: Beside | None = None,
+        make_heads_work: MakeHeadsWork | None = None,
     ) -> None:
         """Starts loading at once. Must be created on the actor's event loop.
 
-        beside: what this worker's other ranks do beside steps, if asked.
+        make_heads_work: what this worker's other ranks do with heads, if asked.
         """
         set_up_logging()
         share_interpreter()
@@ -104,7 +104,9 @@ class EngineHost:
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
         self._tier_reports = TierReports(self.incarnation)
-        self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end, beside)
+        self._ranks = other_ranks(
+            spec, name, role, self.incarnation, self._on_rank_end, make_heads_work
+        )
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
@@ -192,9 +194,9 @@ class EngineHost:
         return self._ranks.steps
 
     @property
-    def asides(self) -> Asides | None:
-        """By which this worker asks its other ranks, if it has some."""
-        return self._ranks.asides
+    def rank_tasks(self) -> RankTasks | None:
+        """By which this worker gives its other ranks tasks, if it has some."""
+        return self._ranks.rank_tasks
 
     # ---- requests -------------------------------------------------------------------------------
 

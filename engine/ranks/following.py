@@ -17,12 +17,12 @@ from engine.errors import ConfigError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.ring_messages import (
-    Aside,
     Compile,
     GiveDrafts,
     LaunchPass,
     LaunchStep,
     RankFailure,
+    RankTask,
     ResultPart,
     StepDigest,
     Stop,
@@ -57,13 +57,13 @@ class Follower:
         ring: PlanRingReader,
         compile_ahead: Callable[[Constraint], object],
         on_step_end: Callable[[], object] | None = None,
-        begin_aside: Callable[[Aside], object] | None = None,
+        begin_task: Callable[[RankTask], object] | None = None,
         drafts: DraftingExecutor | None = None,
     ) -> None:
         """compile_ahead: begins to compile a constraint, and does not wait.
 
         on_step_end: called after each step, soon; None = nobody waits for the end of a step.
-        begin_aside: begins what the leader asks for beside the steps; None = it asks for nothing.
+        begin_task: begins what the leader asks for beside the steps; None = it asks for nothing.
         drafts: of a model that drafts for `executor`; None = the leader has none either.
         """
         self._executor = executor
@@ -71,7 +71,7 @@ class Follower:
         self._ring = ring
         self._compile_ahead = compile_ahead
         self._on_step_end = on_step_end
-        self._begin_aside = begin_aside
+        self._begin_task = begin_task
         self._in_flight: deque[_Followed] = deque()
         self._num_ended = 0  # steps, and passes of the model that drafts
 
@@ -89,11 +89,11 @@ class Follower:
                     return
                 case Compile(constraint):
                     self._compile_ahead(constraint)
-                case Aside() as aside:
-                    assert self._begin_aside is not None, "the leader knows that none is asked for"
-                    while self._num_ended < aside.num_ended:
+                case RankTask() as task:
+                    assert self._begin_task is not None, "the leader knows that none is asked for"
+                    while self._num_ended < task.num_ended:
                         self._finish_oldest()
-                    self._begin_aside(aside)
+                    self._begin_task(task)
                 case LaunchStep(plan, is_compared):
                     self._launch(plan, message if is_compared else None)
                 case LaunchPass(plan):

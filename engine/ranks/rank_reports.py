@@ -1,6 +1,6 @@
 """What the followers of a worker's rank 0 report: digests, results, answers and their own end.
 
-One thread takes reports from the ring; any other waits here for those of a step or of an aside.
+One thread takes reports from the ring; any other waits here for those of a step or of a task.
 Knows no torch and no Ray.
 """
 
@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepResult
-from engine.ranks.asides import AsideAnswers
 from engine.ranks.heartbeat import LOOKS
 from engine.ranks.plan_ring import PlanRing
+from engine.ranks.rank_tasks import TaskAnswers
 from engine.ranks.ring_messages import (
-    AsideAnswer,
     RankFailure,
     ResultPart,
     StepDigest,
+    TaskAnswer,
     decode_report,
     decode_result,
 )
@@ -56,7 +56,7 @@ class RankReports:
         self._parts: dict[int, list[bytes]] = {}  # rank -> of a result that is not whole yet
         # (step, whether it is a pass of a model that drafts) -> rank -> result
         self._results: dict[tuple[int, bool], dict[int, StepResult]] = {}
-        self._asides = AsideAnswers()
+        self._answers = TaskAnswers()
         self._end: RankEnd | None = None
 
     def start(self) -> None:
@@ -97,18 +97,18 @@ class RankReports:
             )
 
     def wait_answers(self, number: int) -> list[bytes]:
-        """What an aside came to on each follower, however long it takes.
+        """What a task came to on each follower, however long it takes.
 
         Raises WorkerError if one ends, HandoffError if one could not do it.
         """
         with self._changed:
 
             def is_complete() -> bool:
-                return self._asides.num_of(number) == self._num_followers
+                return self._answers.num_of(number) == self._num_followers
 
             self._changed.wait_for(lambda: is_complete() or self._end)
             if is_complete():
-                return self._asides.take(number)
+                return self._answers.take(number)
             assert self._end is not None, "nothing else ends the wait"
             raise self._end.error()
 
@@ -148,8 +148,8 @@ class RankReports:
                         result = decode_result(b"".join(self._parts.pop(rank)))
                         step = said.step, said.is_draft
                         self._results.setdefault(step, {})[rank] = result
-                case AsideAnswer():
-                    self._asides.add(rank, said)
+                case TaskAnswer():
+                    self._answers.add(rank, said)
                 case RankFailure() if self._end is None:
                     self._end = RankEnd(rank=rank, reason=said.reason, is_config=said.is_config)
                 case None if self._end is None:

@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks of a worker send each other by the ring, and its encoding.
 
 Orders go from the leader, rank 0, to all followers; reports from a follower to the leader. Knows
-nothing of who sends them when (leading.py, following.py, asides.py).
+nothing of who sends them when (leading.py, following.py, rank_tasks.py).
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from engine.request import Constraint
 
 # ---- orders --------------------------------------------------------------------------------------
 
-# Of an aside: heads between workers; blocks to host memory, and from there.
-Kind = Literal["heads", "host save", "host load"]
+# Of a task: heads between workers; blocks to host memory, and from there.
+TaskKind = Literal["heads", "host save", "host load"]
 
 
 class LaunchStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -45,12 +45,12 @@ class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     constraint: Constraint
 
 
-class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Leader -> followers: do this beside the steps."""
+class RankTask(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: do this beside the steps (rank_tasks.py)."""
 
     number: int
     work: bytes
-    kind: Kind = "heads"
+    kind: TaskKind = "heads"
     num_ended: int = 0  # begin it when so many steps, of those launched, have ended here
 
 
@@ -77,8 +77,8 @@ class ResultPart(msgspec.Struct, frozen=True, tag=True, array_like=True):
     goes_on: bool
 
 
-class AsideAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Follower -> leader: the next part of an aside's answer, or why there is none."""
+class TaskAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Follower -> leader: the next part of a task's answer, or why there is none."""
 
     number: int
     data: bytes
@@ -105,8 +105,8 @@ def split_report(data: bytes) -> Iterator[tuple[bytes, bool]]:
 
 # ---- encoding ------------------------------------------------------------------------------------
 
-Order = LaunchStep | LaunchPass | GiveDrafts | Compile | Aside | Stop
-Report = StepDigest | ResultPart | AsideAnswer | RankFailure
+Order = LaunchStep | LaunchPass | GiveDrafts | Compile | RankTask | Stop
+Report = StepDigest | ResultPart | TaskAnswer | RankFailure
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Order)
