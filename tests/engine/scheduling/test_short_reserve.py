@@ -144,6 +144,22 @@ def test_who_goes_first_does_not_take_the_blocks_of_one_that_has_aged(
     assert long.key in replica.left  # it needs 30 of the 48 blocks, which the others kept taking
 
 
+@pytest.mark.parametrize("mix", ["exclusive", "fill"])
+@pytest.mark.parametrize("short_share", [0.0, 0.3])
+def test_one_that_waits_for_another_choice_of_its_prompt_keeps_nobody_from_entering(
+    short_share: float, mix: Literal["exclusive", "fill"]
+) -> None:
+    replica = replica_with(
+        [1], num_blocks=48, max_long_wait_s=0.0, short_share=short_share, mix=mix
+    )
+    prompt = prompt_of(120, 7)  # the blocks that are left would not do for two such prompts
+    for child in (0, 1):
+        replica.add("long", prompt, child=child, params=params_of(1))
+    replica.step()  # the first of several chunks
+    short = replica.add("short", prompt_of(5, 1), params=params_of(1))
+    assert steps_to_first_token(replica, short) == 1
+
+
 def test_who_is_refused_for_one_that_it_overtook_does_not_shut_that_one_out() -> None:
     document = prompt_of(88, 99)
     replica = replica_with(document, num_blocks=32)
