@@ -47,7 +47,7 @@ _HOPED_BYTES_S = (
 _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
 _COUNT_EVERY_S = 0.1
 _FIRST_SHARE, _NUM_FIRST_RUNS = 4, 16  # before anything was found, 1/4 is stored, in so many runs
-_WAITED_SHARE = 16  # steps wait for blocks while one is found for each 1/16 that is evicted
+_WAITED_SHARE = 16  # steps wait for the bus until 1/16 of the arena was evicted without a find
 _TRIED_SHARE = 16  # where nothing is found any more, 1/16 of what is evicted is stored
 _NO_WORD = 0  # of no block: there was none for it
 _COUNTED = ("stored", "known", "dropped", "skipped", "loaded", "corrupt", "gone")
@@ -135,7 +135,7 @@ class HostLoad:
         with self._lock:
             self.is_cancelled = self._is_let_go
 
-    def read(self) -> None:
+    def begin_reading(self) -> None:
         """A file is read next: a disk may hang, and must not keep the device's blocks then."""
         with self._lock:
             self._is_reading = True
@@ -249,8 +249,8 @@ class HostTier:
         """How many blocks may be saved now; none if it is negative."""
         num_writing = sum(len(save.slots) for save in self._saves)
         room = max(1, self._arena.num_blocks // _MAX_WRITING_SHARE) - num_writing
-        is_lately = num_in_vain * _WAITED_SHARE < self._arena.num_blocks
-        if self._num_staged is None or self._num_hits == 0 or is_lately:
+        was_found_lately = num_in_vain * _WAITED_SHARE < self._arena.num_blocks
+        if self._num_staged is None or self._num_hits == 0 or was_found_lately:
             return room
         num_staged = sum(len(save.slots) for save in self._saves if not save.is_over)
         return min(room, self._num_staged - num_staged)
@@ -397,7 +397,7 @@ class HostTier:
                 size = piece_size(first, num_blocks, self._arena.block_bytes)
                 end = _end_of_piece(load, first, min(first + size, num_blocks))
                 if self._disk is not None and first in load.files and load.num_read <= first:
-                    load.read()
+                    load.begin_reading()
                     self._disk.post(partial(self._read, load, copy, first, end))
                     return
                 self._run_piece(load, copy, first, end)
