@@ -26,8 +26,8 @@ Bounds, for a request that needs no more blocks than there are:
   it are preempted one by one, short requests take no more than the reserve, and nothing is admitted
   before it once only short requests run. Other long ones that the queue offers sooner (most of
   their tokens are cached, or they are due earlier) take what it needs for `max_long_wait_s` at
-  most. So it runs after a bounded time, and then the next one is first. No request starves unless
-  more important ones keep arriving.
+  most, and until the queue offers it a place then. So it runs after a bounded time, and then the
+  next one is first. No request starves unless more important ones keep arriving.
 - With a `share` of 0 it waits, beyond `max_long_wait_s`, for those that run to end.
 - A request that has made n tokens was preempted for others at most n / `threshold` + 1 times.
   A short one causes at most one preemption for each block and row that it takes.
