@@ -102,6 +102,7 @@ def _check_mix(mix: int, way: str) -> Replica:
         enable_prefix_caching=draw.random() < 0.7,
         overlap=overlap,
         drafting=_drafting(guesser, draw.randint(1, 7), holds=overlap),
+        num_hashed_ahead=mix % 2,
     )
     requests = []
     for i in range(14):
