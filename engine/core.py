@@ -1,4 +1,4 @@
-"""The step loop of one replica: plan, launch, wait, commit.
+"""The step loop of one engine: plan, launch, wait, commit.
 
     overlap off     plan(n) launch(n) wait(n) commit(n)   plan(n + 1) ...
     overlap on      plan(n + 1) launch(n + 1) wait(n) commit(n)   plan(n + 2) ...
@@ -182,7 +182,7 @@ class StepScheduler(Protocol):
 
 
 class EngineCore:
-    """The step loop of one model replica over its scheduler and executor."""
+    """The step loop of one engine over its scheduler and executor."""
 
     def __init__(
         self,

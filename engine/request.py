@@ -178,7 +178,8 @@ class Request:
     tokens:  [0 ........ num_prompt) prompt   [num_prompt ........ len(tokens)) output
     KV:      [0 ........ num_computed) present or being written by the steps in flight
     blocks:  block_ids[i] holds tokens [i * block_size, (i + 1) * block_size)
-    hashes:  block_hashes[i] names the content of the i-th *full* block of known tokens
+    hashes:  block_hashes[i] names the content of the i-th *full* block of known tokens; where it
+             covers the next token, too, it is missing until that one is known
     """
 
     key: RequestKey

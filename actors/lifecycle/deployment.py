@@ -218,7 +218,7 @@ def rank_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
 
 
 def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
-    """A detached worker with a model replica and its devices."""
+    """A detached worker with a model and its devices."""
     config = spec.config
     threads = str(config.workers.torch_threads)
     return service_options(spec, name) | {

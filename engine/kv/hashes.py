@@ -152,7 +152,7 @@ class RequestHasher:
         )
 
     def extend(self, request: Request) -> None:
-        """Append the hash of every full block of the request's known tokens."""
+        """Append the hash of every full block of the request that its known tokens give."""
         self._extend(request.tokens, request.spec.salt, request.block_hashes)
 
     def chain(self, token_ids: Sequence[int], salt: str) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Runs a `StepPlan` on one model replica and returns a `StepResult`.
+"""Runs a `StepPlan` on one rank's part of the model and returns a `StepResult`.
 
 `launch` only queues work. A step's sampled tokens stay on the device, where the next step reads
 them; they are also copied to the host asynchronously. So a step may be launched before the previous

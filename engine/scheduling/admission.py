@@ -64,14 +64,17 @@ class Admission:
             self._expired.append(request)
             return False
         if state.running.has_prefilling_sibling(request, state.blocks.block_size):
+            state.reserve.skipped(request)
             return False  # later it will hit the shared prompt in the prefix index
         is_long = state.reserve.is_long(request)
         if is_long and budget.is_closed_for_long(request):
             return False
         is_full = state.rows.num_free == 0 or self._capacity.is_outbox_full(for_short=not is_long)
         if not is_full and self._is_loading(request, budget.now_s):
+            state.reserve.skipped(request)
             return False  # the next ones go first meanwhile
         if is_full or not self._acquire_blocks(request, budget.now_s):
+            state.reserve.refused(request)
             # Who was overtaken may be why this one is refused, so it is still offered a place.
             overtaken = state.reserve.overtaken_by(request)
             if is_long and state.reserve.first_short is not None:

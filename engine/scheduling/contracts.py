@@ -13,7 +13,7 @@ class BlockHasher(Protocol):
     """Computes hashes that name the content of full blocks (see engine/kv/hashes.py)."""
 
     def extend(self, request: Request) -> None:
-        """Append to `request.block_hashes` the hash of every full block of its known tokens."""
+        """Append to `request.block_hashes` the hashes of its full blocks that are known by now."""
         ...
 
 

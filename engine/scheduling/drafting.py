@@ -484,9 +484,10 @@ class Drafting:
         policy.observe_step(decision, num_tokens, seconds, waited_s)
 
     def read(self, requests: Iterable[Request]) -> None:
-        """Prepare the next drafts of requests that may have some, by their known tokens."""
+        """Prepare the next drafts of those that may have some, by their known tokens."""
         if self.drafter is not None:
-            self.drafter.read([request for request in requests if request.row is not None])
+            may = [r for r in requests if r.row is not None and self._bounds.get(r.key)]
+            self.drafter.read(may)
 
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""

@@ -79,7 +79,7 @@ def _admission(request: Request) -> RowAdmission:
     )
 
 
-_NEVER = 2**62  # steps until something ends that is not there
+_NEVER = 2**62  # steps to the first last token, where nothing decodes
 
 
 class DecodeColumns:

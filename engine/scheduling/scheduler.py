@@ -17,8 +17,8 @@ A preempted request goes back to `waiting` and recomputes here, whatever the rol
                 -> StepPlan  the requests' progress now includes the step (`running`, `in_flight`)
     commit()    time         to the cost model (`prompt_scheduling`)
                 no token     these requests fail
-                blocks       those that the step has filled, to the prefix index (`request_blocks`)
                 tokens       to their requests, and to the clients (`finish`)
+                blocks       those that the step has filled, to the prefix index (`request_blocks`)
                 last token   these requests leave
                 -> StepOutput
 

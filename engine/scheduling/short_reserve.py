@@ -12,6 +12,9 @@ not the length of its prompt. `share` of the blocks and of the rows is the reser
 With a `share` of 0 nothing is reserved and nobody is preempted for another; but whoever overtakes a
 long request that has waited `max_long_wait_s`, short or long, enters only where both fit.
 
+A request that was preempted has waited since it arrived. One that waits for something else than
+room, such as a prefix that another request computes, keeps nobody from entering.
+
 A victim is always long and the last in `order` (the queue's). It is preempted for a long decode
 that would grow into the reserve, for a short request that does not fit within it, or for a long
 request that waits although one behind it in `order` runs. The last two cases skip requests that
@@ -23,8 +26,8 @@ Bounds, for a request that needs no more blocks than there are:
   it are preempted one by one, short requests take no more than the reserve, and nothing is admitted
   before it once only short requests run. Other long ones that the queue offers sooner (most of
   their tokens are cached, or they are due earlier) take what it needs for `max_long_wait_s` at
-  most. So it runs after a bounded time, and then the next one is first. No request starves unless
-  more important ones keep arriving.
+  most, and until the queue offers it a place then. So it runs after a bounded time, and then the
+  next one is first. No request starves unless more important ones keep arriving.
 - With a `share` of 0 it waits, beyond `max_long_wait_s`, for those that run to end.
 - A request that has made n tokens was preempted for others at most n / `threshold` + 1 times.
   A short one causes at most one preemption for each block and row that it takes.
@@ -81,6 +84,7 @@ class ShortReserve:
         self._max_long_wait_s = max_long_wait_s
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
+        self._refused: set[RequestKey] = set()  # long ones that found no room when offered last
         self.is_asked = False  # whether a short request on another worker asked lately
         self._asking: Request | None = None
         self._num_steps_asking = 0
@@ -99,8 +103,18 @@ class ShortReserve:
 
     def remove(self, key: RequestKey) -> None:
         """The request no longer waits."""
+        self._refused.discard(key)
         for queue in (self._short, self._long):
             queue.remove(key)
+
+    def refused(self, request: Request) -> None:
+        """The request was offered a place and found no row, or not enough blocks."""
+        if self.is_long(request):
+            self._refused.add(request.key)
+
+    def skipped(self, request: Request) -> None:
+        """The request was offered a place and waits for something else."""
+        self._refused.discard(request.key)
 
     def ask(self, request: Request) -> None:
         """Count a short request that waits on another worker as waiting here for a few steps."""
@@ -176,9 +190,11 @@ class ShortReserve:
         return first if is_before else None
 
     def overtakes_aged(self, request: Request, now_s: float) -> bool:
-        """Whether the first waiting long request is before `request` and has waited too long."""
+        """Whether the first waiting long request precedes `request` and waits for room too long."""
         first = self.overtaken_by(request)
-        return first is not None and now_s - first.arrival_s >= self._max_long_wait_s
+        if first is None or first.key not in self._refused:
+            return False
+        return now_s - first.arrival_s >= self._max_long_wait_s
 
     # ---- preemption ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class ClusterSpec:
     policy: Policy = Policy.LAPS
     handoff_s: float = 0.002  # from the first token to a row elsewhere, besides:
     handoff_token_s: float = 3e-6  # 144 KiB of KV at 50 GB/s
-    is_real: bool = False  # the whole scheduler in each worker that prefills, and `place` itself
+    is_real: bool = False  # the whole scheduler in each worker that prefills, and `route` itself
 
     def __post_init__(self) -> None:
         assert self.num_prefill > 0, "nobody prefills"

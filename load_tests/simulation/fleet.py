@@ -1,8 +1,8 @@
-"""`engine.routing.placement.place` over arrays: the same decisions for a thousand workers.
+"""`engine.routing.placement.route` over arrays: the same decisions for a thousand workers.
 
 Workers are columns, in the order of their names, so that ties end as they do there. A prompt is
 predicted once for all workers without any of it in their cache, and once more for each of the few
-that hold some. Equality, decision by decision, is a test; `place` stays the truth.
+that hold some. Equality, decision by decision, is a test; `route` stays the truth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class Prefillers:
         return short_s + min(max(queued_s - short_s, 0.0), max_step_s)
 
     def snapshot(self, i: int, hit_tokens: int = 0) -> WorkerSnapshot:
-        """One worker as `place` and `rebalance` see it; its blocks are not known here."""
+        """One worker as `route` and `rebalance` see it; its blocks are not known here."""
         short = None
         if self.has_short[i]:
             short = ShortQueue(num_waiting=int(self.num_short[i]), queued_s=float(self.short_s[i]))
@@ -113,7 +113,7 @@ class Decoders:
         return int(np.argmin(np.where(among, score, np.inf)))
 
     def snapshot(self, i: int) -> WorkerSnapshot:
-        """One worker as `place` sees it."""
+        """One worker as `route` sees it."""
         return WorkerSnapshot(
             name=self.names[i],
             role="decode",
@@ -138,7 +138,7 @@ class _Predicted:
 
 
 class FastPlacement:
-    """`place` for one set of rules: what does not depend on the prompt is computed once."""
+    """`route` for one set of rules: what does not depend on the prompt is computed once."""
 
     def __init__(
         self, rules: PlacementRules, prefillers: Prefillers, decoders: Decoders | None

@@ -1,11 +1,11 @@
 """Where a simulated request goes: the system's placement, and the simple policies it is held to.
 
-    laps           `place` over short and long pools that `rebalance` keeps
-    predicted      `place` without pools: the least predicted time to the first token
+    laps           `route` over short and long pools that `rebalance` keeps
+    predicted      `route` without pools: the least predicted time to the first token
     least-tokens   the least queued tokens
     round-robin    one worker after the other
 
-Who decodes is chosen as `place` chooses in all of them.
+Who decodes is chosen as `route` chooses in all of them.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Router:
         decoders: Decoders | None,
         is_exact: bool = False,
     ) -> None:
-        """`is_exact`: by `place` itself instead of its form over arrays."""
+        """`is_exact`: by `route` itself instead of its form over arrays."""
         values = msgspec.to_builtins(laps) | {"enable_laps_alloc": policy is Policy.LAPS}
         self._laps = msgspec.convert(values, ResolvedLaps)
         self._policy = policy

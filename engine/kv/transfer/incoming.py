@@ -139,7 +139,7 @@ class _Place:
 
 class Hasher(Protocol):
     def extend(self, request: Request) -> None:
-        """Append to `request.block_hashes` the hash of every full block of its known tokens."""
+        """Append to `request.block_hashes` the hashes of its full blocks that are known by now."""
         ...
 
 

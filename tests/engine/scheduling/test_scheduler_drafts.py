@@ -9,7 +9,7 @@ import pytest
 from configs.resolved import ResolvedLaps
 from engine.cost_model import StepCosts
 from engine.plan import StepResult
-from engine.request import Request
+from engine.request import Constraint, ConstraintKind, Request
 from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts, RequestNgrams
@@ -68,6 +68,17 @@ def test_a_prompt_is_indexed_when_its_first_token_comes_and_not_while_a_step_is_
     assert drafter.ngrams.statistics()["num_requests"] == 0
 
 
+def test_no_text_is_indexed_of_a_request_that_may_have_no_drafts() -> None:
+    """A constraint holds it all the same."""
+    drafter = RequestNgrams()
+    replica = Replica(drafting=Drafting(drafter, FixedDrafts(2), holds=True), overlap=True)
+    params = params_of(20, constraint=Constraint(ConstraintKind.REGEX, "a*"))
+    request = replica.add("a", prompt_of(5), max_drafts=0, params=params)
+    while request.num_output_tokens < 3:
+        replica.step()
+    assert drafter.ngrams.statistics()["num_requests"] == 0
+
+
 WAYS = ["in turn", "overlapped", "planned ahead"]
 
 
@@ -91,6 +102,7 @@ def _check_mix(mix: int, way: str) -> Replica:
         enable_prefix_caching=draw.random() < 0.7,
         overlap=overlap,
         drafting=_drafting(guesser, draw.randint(1, 7), holds=overlap),
+        num_hashed_ahead=mix % 2,
     )
     requests = []
     for i in range(14):

@@ -10,6 +10,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.transfer import IncomingHandoffs, JoiningRank
 from engine.messages import NotNow, Reservation, ReserveRequest, WorkerIdentity
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
+from engine.scheduling.host_loads import NoHostLoads
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 
 THRESHOLD = 12
@@ -142,6 +143,36 @@ def test_who_goes_first_does_not_take_the_blocks_of_one_that_has_aged(
             long = replica.add("long", prompt_of(120, 7), params=params_of(SHORT))
     assert long is not None
     assert long.key in replica.left  # it needs 30 of the 48 blocks, which the others kept taking
+
+
+@pytest.mark.parametrize("mix", ["exclusive", "fill"])
+@pytest.mark.parametrize("short_share", [0.0, 0.3])
+def test_one_that_waits_for_another_choice_of_its_prompt_keeps_nobody_from_entering(
+    short_share: float, mix: Literal["exclusive", "fill"]
+) -> None:
+    replica = replica_with(
+        [1], num_blocks=48, max_long_wait_s=0.0, short_share=short_share, mix=mix
+    )
+    prompt = prompt_of(120, 7)  # the blocks that are left would not do for two such prompts
+    for child in (0, 1):
+        replica.add("long", prompt, child=child, params=params_of(1))
+    replica.step()  # the first of several chunks
+    short = replica.add("short", prompt_of(5, 1), params=params_of(1))
+    assert steps_to_first_token(replica, short) == 1
+
+
+def test_one_that_waits_for_blocks_from_the_host_tier_keeps_nobody_from_entering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = replica_with([1], num_blocks=48, max_long_wait_s=0.0, short_share=0.0)
+    replica.lent = replica.cache.allocate(20) or []
+    long = replica.add("long", prompt_of(190), params=params_of(1))  # it needs all blocks
+    replica.step()
+    replica.cache.release(replica.lent)
+    replica.lent = []
+    monkeypatch.setattr(NoHostLoads, "is_awaited", lambda _, key, now_s: key == long.key)
+    short = replica.add("short", prompt_of(5, 1), params=params_of(1))
+    assert steps_to_first_token(replica, short) == 1
 
 
 def test_who_is_refused_for_one_that_it_overtook_does_not_shut_that_one_out() -> None:
