@@ -64,7 +64,7 @@ def bind(spec: DeploymentSpec) -> Application:
     edge = spec.config.edge
     supervisor = DeploymentActorConfig(
         name=SUPERVISOR,
-        actor_class="actors.remote_classes:SupervisorCls",
+        actor_class="actors.remote_supervisor:SupervisorCls",
         init_args=(spec.to_text(),),
         actor_options=supervisor_options(),
     )

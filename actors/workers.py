@@ -28,8 +28,8 @@ from engine.messages import (
     decode,
     encode,
 )
-from engine.ranks.asides import Work
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import Work
 
 if TYPE_CHECKING:
     from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
@@ -45,7 +45,7 @@ class UnifiedWorker(WorkerActor):
 
 
 def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> "Give":
-    """What the other ranks of a prefill worker do beside steps."""
+    """What the other ranks of a prefill worker do with heads, beside steps."""
     from actors.kv_transfer.connectors import give_heads  # imports torch, which takes seconds
 
     return give_heads(spec, engine, rank, name)
@@ -56,8 +56,8 @@ class PrefillWorker(WorkerActor):
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._connector: SendingConnector | None = None
-        beside = _give_heads if spec.config.handoff.pull_by_ranks else None
-        super().__init__(EngineHost(spec, name, role, self._make_connector, beside))
+        make_heads_work = _give_heads if spec.config.handoff.pull_by_ranks else None
+        super().__init__(EngineHost(spec, name, role, self._make_connector, make_heads_work))
 
     async def give(self, order: bytes) -> Any:  # noqa: ANN401 - of Ray's shared memory
         """Gives a rank of a decode worker heads. Raises HandoffError, WorkerError."""
@@ -75,7 +75,7 @@ class PrefillWorker(WorkerActor):
 
 
 def _pull_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> Work:
-    """What the other ranks of a decode worker do beside steps."""
+    """What the other ranks of a decode worker do with heads, beside steps."""
     from actors.kv_transfer.connectors import pull_heads  # imports torch, which takes seconds
 
     return pull_heads(spec, engine, rank, name)
@@ -86,8 +86,8 @@ class DecodeWorker(WorkerActor):
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._connector: ReceivingConnector | None = None
-        beside = _pull_heads if spec.config.handoff.pull_by_ranks else None
-        host = EngineHost(spec, name, role, self._make_connector, beside)
+        make_heads_work = _pull_heads if spec.config.handoff.pull_by_ranks else None
+        host = EngineHost(spec, name, role, self._make_connector, make_heads_work)
         super().__init__(
             host,
             {

@@ -34,8 +34,8 @@ from engine.engine import Engine
 from engine.kv.cache import BlockTerms
 from engine.kv.transfer import DecodeScheduler, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
-from engine.ranks.asides import NoAsides, Work
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import OneRankTasks, Work
 from engine.ranks.shared_stores import part_of
 from engine.request import Request, RequestKey
 
@@ -48,7 +48,7 @@ class SendingConnector(KvConnector):
     """Connects a prefill worker: it sends the KV of finished prompts."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
-        config = host.config
+        config, identity = host.config, host.identity_of(engine)
 
         async def find_peer(name: str) -> WorkerHandle:
             return WorkerHandle(name, await find_actor(name, host.namespace))
@@ -61,12 +61,12 @@ class SendingConnector(KvConnector):
             self.give = give_heads(host.spec, engine, rank, host.name)
         channels = _channels(host, engine, pieces)
         self._sender = HandoffSender(
-            host.identity,
+            identity,
             config.handoff,
             engine=host,
             outgoing=engine.outgoing,
             links=PeerLinks(
-                host.identity,
+                identity,
                 config.handoff,
                 channels=channels,
                 find_peer=find_peer,
@@ -151,21 +151,22 @@ class ReceivingConnector(KvConnector):
     """Connects a decode worker: it reserves blocks, receives KV and starts requests on it."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
-        config, loop = host.config, asyncio.get_running_loop()
+        config, identity = host.config, host.identity_of(engine)
+        loop = asyncio.get_running_loop()
         self._incoming = IncomingHandoffs(
             [
                 replace(rank, scheduler=AnnouncedJoins(rank.scheduler, host.streams, loop))
                 for rank in engine.joining_ranks
             ],
             hasher=engine.hasher,
-            identity=host.identity,
+            identity=identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,
             max_rows=engine.limits.scheduler.max_num_seqs,
         )
         pieces = _pieces(host, engine)
         self.receiver = HandoffReceiver(
-            host.identity,
+            identity,
             config.handoff,
             engine=host,
             incoming=self._incoming,
@@ -266,4 +267,4 @@ def _by_ranks(host: EngineHost, engine: Engine, pieces: Pieces) -> ByRanks | Non
     linking = _linking(host.config, host.namespace, host.name, own)
     puller = RankPuller(part_of(Rank(0, size), whole), own, linking=linking)
     all_of = OneRank(pieces) if isinstance(pieces, KvPieces) else pieces
-    return ByRanks(pulls=PullsByRanks(all_of, host.asides or NoAsides(), puller))
+    return ByRanks(pulls=PullsByRanks(all_of, host.rank_tasks or OneRankTasks(), puller))

@@ -24,8 +24,8 @@ from actors.kv_transfer.rank_pieces import RankPieces, Sources, copy_heads, whol
 from engine.errors import HandoffError
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.rank_caches import find_rank
-from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
+from engine.ranks.step_counts import StepCounts
 
 
 class OwnBlockSources:

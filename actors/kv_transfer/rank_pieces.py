@@ -48,8 +48,8 @@ from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import to_host
-from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
+from engine.ranks.step_counts import StepCounts
 
 T = TypeVar("T")
 

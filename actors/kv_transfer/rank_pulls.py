@@ -1,6 +1,6 @@
 """Heads that the ranks which hold them get themselves, straight from ranks of the sender.
 
-Rank 0 of the receiver alone decides. It asks every rank of its worker (engine/ranks/asides.py):
+Rank 0 of the receiver alone decides. It asks every rank of its worker (engine/ranks/rank_tasks.py):
 
     map     a channel opens: each rank maps those of the sender's stores that have heads of its own
     link    the same, where they cannot be mapped: each rank links to those ranks (rank_links.py)
@@ -48,7 +48,7 @@ from engine.kv.device_offer import map_tensor
 from engine.kv.digests import add_terms
 from engine.kv.layout import KvPart
 from engine.messages import ChannelKind, PairRequest
-from engine.ranks.asides import Asides, NoAsides
+from engine.ranks.rank_tasks import OneRankTasks, RankTasks
 
 R = TypeVar("R", RankOffer, Giver)  # a rank of the sender
 
@@ -219,12 +219,12 @@ class PullsByRanks:
     """Rank 0's part: asks all ranks for their heads, and compares digests."""
 
     def __init__(
-        self, pieces: RankPieces | OneRank, asides: Asides | NoAsides, own: RankPuller
+        self, pieces: RankPieces | OneRank, tasks: RankTasks | OneRankTasks, own: RankPuller
     ) -> None:
         """own: what rank 0 does itself."""
         self._pieces = pieces
         self._parts = pieces.parts
-        self._asides = asides
+        self._tasks = tasks
         self._own = own
         self._numbers = itertools.count()
 
@@ -256,7 +256,7 @@ class PullsByRanks:
         self, epoch: int, order: MapSource | LinkSource, source: RankedSource
     ) -> CudaIpcReceiver[RankedSource]:
         try:
-            refusals = await to_the_end(asyncio.ensure_future(self._ask_beside(order)))
+            refusals = await to_the_end(asyncio.ensure_future(self._ask_in_thread(order)))
             if any(refusals):
                 raise UnfitError(next(filter(None, refusals)).decode())
         except BaseException:
@@ -279,14 +279,14 @@ class PullsByRanks:
 
     async def _drop(self, source: RankedSource) -> None:
         with suppress(WorkerError):  # a rank has ended, and this worker ends, too
-            await to_the_end(asyncio.ensure_future(self._ask_beside(DropSource(source.number))))
+            await to_the_end(asyncio.ensure_future(self._ask_in_thread(DropSource(source.number))))
 
-    async def _ask_beside(self, work: Order) -> list[bytes]:
+    async def _ask_in_thread(self, work: Order) -> list[bytes]:
         """In a thread, however far the steps are: nothing is written."""
         return await asyncio.to_thread(self._ask, work)
 
     def _ask(self, work: Order) -> list[bytes]:
-        return self._asides.ask(msgspec.msgpack.encode(work), self._own.do)
+        return self._tasks.ask(msgspec.msgpack.encode(work), self._own.do)
 
 
 def _overlap(one: KvPart, other: KvPart) -> bool:

@@ -114,12 +114,9 @@ class HandoffSender:
         self._reservations = ReservationClient(identity, config, clock)
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
-        self._beside: set[asyncio.Task[None]] = (
-            set()
-        )  # calls of the engine that run beside the handoffs
-        self._cancelled: dict[
-            RequestKey, None
-        ] = {}  # cancelled before their start came from the engine; oldest first
+        self._engine_calls: set[asyncio.Task[None]] = set()  # they run beside the handoffs
+        # Cancelled before their start came from the engine; oldest first.
+        self._cancelled: dict[RequestKey, None] = {}
         self._is_closing = False
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -166,7 +163,7 @@ class HandoffSender:
         for handoff in self._handoffs.values():
             settle(handoff.ended, None)
         await asyncio.gather(*self._tasks.values())
-        await asyncio.gather(*self._beside)
+        await asyncio.gather(*self._engine_calls)
         await self._links.close()
 
     def __len__(self) -> int:
@@ -260,8 +257,8 @@ class HandoffSender:
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         """Runs a task beside the handoffs; `close` waits for it."""
         task = asyncio.ensure_future(call)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        self._engine_calls.add(task)
+        task.add_done_callback(self._engine_calls.discard)
 
     async def _settle_failure(self, handoff: _Handoff, error: WorkerError) -> FailureRecord | None:
         """Returns the failure to report; None if the request ended meanwhile or arrived after all.

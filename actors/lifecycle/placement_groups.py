@@ -193,10 +193,10 @@ def _inside(group: PlacementGroup, rank: int) -> PlacementGroupSchedulingStrateg
     )
 
 
-def beside(rank: int) -> dict[str, object]:
-    """Actor options that put a further rank of the worker that asks beside it.
+def in_own_bundle(rank: int) -> dict[str, object]:
+    """Actor options that put a further rank of the worker that asks into its own bundle.
 
-    Into that rank's bundle of the worker's group; without one, onto the same node.
+    The bundle is one of the worker's group; without a group, the rank is put onto the same node.
     """
     group = get_current_placement_group()
     if group is not None:

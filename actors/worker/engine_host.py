@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -28,7 +28,7 @@ from actors.worker.faulty_steps import FaultySteps
 from actors.worker.gang import other_ranks
 from actors.worker.kv_connector import KvConnector
 from actors.worker.loading import EngineLoader, why_not_started
-from actors.worker.rank_worker import Beside
+from actors.worker.rank_worker import MakeHeadsWork
 from actors.worker.requests import WorkerRequests
 from actors.worker.stall_watch import StallWatch, exit_failed, exit_stalled
 from actors.worker.token_streams import TokenStreams
@@ -42,14 +42,14 @@ from engine.messages import (
     FailureRecord,
     LoadReport,
     Role,
-    Submit,
     TiersAfter,
     WorkerIdentity,
     WorkerLimits,
     WorkerStatus,
 )
-from engine.ranks.asides import Asides
-from engine.ranks.leading import RankEnd, StepCounts
+from engine.ranks.rank_reports import RankEnd
+from engine.ranks.rank_tasks import RankTasks
+from engine.ranks.step_counts import StepCounts
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
@@ -65,6 +65,15 @@ INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) do not d
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """What a worker has once its model is loaded, until its process ends."""
+
+    engine: "Engine"
+    thread: EngineThread
+    requests: WorkerRequests
+
+
 class EngineHost:
     """The engine, its thread and its token streams inside one worker process."""
 
@@ -74,11 +83,11 @@ class EngineHost:
         name: str,
         role: Role,
         make_connector: Callable[["EngineHost", "Engine"], KvConnector],
-        beside: Beside | None = None,
+        make_heads_work: MakeHeadsWork | None = None,
     ) -> None:
         """Starts loading at once. Must be created on the actor's event loop.
 
-        beside: what this worker's other ranks do beside steps, if asked.
+        make_heads_work: what this worker's other ranks do with heads, if asked.
         """
         set_up_logging()
         share_interpreter()
@@ -95,7 +104,9 @@ class EngineHost:
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
         self._tier_reports = TierReports(self.incarnation)
-        self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end, beside)
+        self._ranks = other_ranks(
+            spec, name, role, self.incarnation, self._on_rank_end, make_heads_work
+        )
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
@@ -103,10 +114,8 @@ class EngineHost:
         self._clear = partial(remove_unused, spec.namespace, spec.hash)
         self._is_leaving = False  # for good, and other ranks with it
         self._lifeline = Lifeline.of(spec, self._leave_alone)
-        self._engine: Engine | None = None
-        self._thread: EngineThread | None = None
-        self._failure: str | None = None
-        self._requests: WorkerRequests | None = None
+        self._running: Running | None = None  # None = the model still loads, or cannot be loaded
+        self._failure: str | None = None  # why it cannot be loaded
         self.draining = Draining(name, self.clock, self._hand_over)
         self._report = NO_LOAD
         self.streams = TokenStreams(
@@ -131,10 +140,10 @@ class EngineHost:
             self._on_engine_failure(self._housekeeper.exception() or RuntimeError("cancelled"))
         if self._failure is not None:
             return WorkerStatus(identity=None, state="failed", detail=self._failure)
-        if self._engine is None:
+        if self._running is None:
             return WorkerStatus(identity=None, state="starting")
         state: Literal["draining", "ready"] = "draining" if self.draining.is_begun else "ready"
-        return WorkerStatus(identity=self.identity, state=state)
+        return WorkerStatus(identity=self.identity_of(self._running.engine), state=state)
 
     def drain(self, grace_s: float) -> None:
         """Take nothing new; exit for good once nothing runs, or after `grace_s` and a hand-over."""
@@ -147,9 +156,8 @@ class EngineHost:
             return self._report
         return msgspec.structs.replace(self._report, is_draining=True)
 
-    @property
-    def identity(self) -> WorkerIdentity:
-        engine = self.engine
+    def identity_of(self, engine: "Engine") -> WorkerIdentity:
+        """Returns what others are told of this worker with its loaded engine."""
         return WorkerIdentity(
             name=self.name,
             incarnation=self.incarnation,
@@ -166,11 +174,19 @@ class EngineHost:
         )
 
     @property
+    def running(self) -> Running:
+        """Raises WorkerError while the model is still loading."""
+        if self._running is None:
+            raise self._still_loading()
+        return self._running
+
+    def _still_loading(self) -> WorkerError:
+        return WorkerError(f"{self.name} is still loading its model")
+
+    @property
     def engine(self) -> "Engine":
-        """The loaded engine. Raises WorkerError while the model is still loading."""
-        if self._engine is None:
-            raise WorkerError(f"{self.name} is still loading its model")
-        return self._engine
+        """Raises WorkerError as `running` does."""
+        return self.running.engine
 
     @property
     def steps(self) -> StepCounts:
@@ -178,31 +194,24 @@ class EngineHost:
         return self._ranks.steps
 
     @property
-    def asides(self) -> Asides | None:
-        """By which this worker asks its other ranks, if it has some."""
-        return self._ranks.asides
+    def rank_tasks(self) -> RankTasks | None:
+        """By which this worker gives its other ranks tasks, if it has some."""
+        return self._ranks.rank_tasks
 
     # ---- requests -------------------------------------------------------------------------------
 
-    async def submit(self, submit: Submit) -> None:
-        """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""
-        if self._requests is None:
-            raise WorkerError(f"{self.name} is still loading its model")
-        await self._requests.submit(submit)
-
     def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""
-        if self._requests is not None:
-            self._requests.abort(key)
+        if self._running is not None:
+            self._running.requests.abort(key)
 
     def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
-        """Yields encoded StepMessages for one client. Raises WorkerError while the model still
-        loads.
+        """Yields encoded StepMessages for one client. Raises WorkerError as `running` does.
 
         A client regards a worker whose stream it reads as ready for work.
         """
-        if self._engine is None:
-            raise WorkerError(f"{self.name} is still loading its model")
+        if self._running is None:
+            raise self._still_loading()
         return self.streams.read(ingress_id)
 
     def acknowledge(self, client_id: str, step_seq: int) -> None:
@@ -221,9 +230,7 @@ class EngineHost:
 
     async def call(self, fn: Callable[[], T]) -> T:
         """Run `fn` between two steps on the engine thread (the EngineCalls of the handoff)."""
-        if self._thread is None:
-            raise WorkerError(f"{self.name} is still loading its model")
-        return await self._thread.call(fn)
+        return await self.running.thread.call(fn)
 
     async def cache_report(self, after: int | None, tiers_after: TiersAfter) -> CacheReport:
         """Returns what the prefix cache gained and lost since `after`; see `CacheReports.since`.
@@ -300,13 +307,31 @@ class EngineHost:
             raise self._ranks.cause_of(error) from error
 
     def _begin(self, engine: "Engine") -> None:
-        self._engine = engine
+        """Lets the loaded engine run; on the actor's event loop, without a pause."""
         try:
             self.connector = self._make_connector(self, engine)
         except Exception as error:  # noqa: BLE001 - kept for the supervisor
-            self._engine = None
             self._cannot_start(error)
             return
+        self._wrap_executors(engine)
+        if engine.executor.expert_loads is not None:
+            self.streams.report_experts(engine.expert_totals)
+        self._report = engine.load()  # from now on requests may be routed here
+        self.streams.open()
+        thread = EngineThread(
+            engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
+        )
+        if engine.host_tier is not None:
+            engine.host_tier.on_progress(thread.wake)
+        requests = WorkerRequests(
+            engine, thread, self.connector, self.draining, self.clock, self._ranks
+        )
+        self._running = Running(engine=engine, thread=thread, requests=requests)
+        thread.start()
+        StallWatch(self.config.workers.stall_s, lambda: thread.turn, self._on_stall).start()
+
+    def _wrap_executors(self, engine: "Engine") -> None:
+        """Lets the other ranks take part in steps, passes and moves; then puts faults around."""
         engine.core.wrap_executor(self._ranks.lead)
         if engine.draft_passes is not None:
             engine.draft_passes.wrap_executor(self._ranks.lead_drafts)
@@ -314,21 +339,6 @@ class EngineHost:
             engine.host_tier.wrap_mover(lambda mover: self._ranks.lead_moves(mover, parts))
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
-        if engine.executor.expert_loads is not None:
-            self.streams.report_experts(engine.expert_totals)
-        self._report = engine.load()  # from now on requests may be routed here
-        self.streams.open()
-        self._thread = EngineThread(
-            engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
-        )
-        if engine.host_tier is not None:
-            engine.host_tier.on_progress(self._thread.wake)
-        self._thread.start()
-        self._requests = WorkerRequests(
-            engine, self._thread, self.connector, self.draining, self.clock, self._ranks
-        )
-        thread, stall_s = self._thread, self.config.workers.stall_s
-        StallWatch(stall_s, lambda: thread.turn, self._on_stall).start()
 
     def _cannot_start(self, error: Exception) -> None:
         """Keeps the reason for the supervisor; a worker that ran before is restarted instead."""
@@ -366,7 +376,7 @@ class EngineHost:
         """
         if self._failure is not None or self._is_leaving:
             return  # it is the end of all of them
-        if self._engine is None and not end.is_dead:
+        if self._running is None and not end.is_dead:
             self._cannot_start(end.error())
         else:
             self._on_engine_failure(end.error())
@@ -374,9 +384,9 @@ class EngineHost:
     # ---- giving up on others --------------------------------------------------------------------
 
     def _drop_ingress(self, ingress_id: str) -> None:
-        if self._requests is None:
+        if self._running is None:
             return
-        self._requests.drop_ingress(ingress_id)
+        self._running.requests.drop_ingress(ingress_id)
         if ingress_id.startswith(INGRESS_PREFIX):
             logger.warning("%s: %s went silent; its requests are dropped", self.name, ingress_id)
 
@@ -404,8 +414,8 @@ class EngineHost:
 
     def _leave_host_tier(self) -> None:
         """The last worker removes the arena; one that is killed leaves that to others."""
-        if self._engine is not None and self._engine.host_tier is not None:
-            self._engine.host_tier.leave()
+        if self._running is not None and (tier := self._running.engine.host_tier) is not None:
+            tier.leave()
 
     async def _may_leave(self) -> bool:
         is_wanted = self.streams.is_awaited or self.streams.has_reader(INGRESS_PREFIX)
@@ -414,11 +424,11 @@ class EngineHost:
 
     async def _hand_over(self) -> None:
         """Gives up running requests; their ingresses continue them elsewhere."""
-        if self._requests is None:
+        if self._running is None:
             return
         reason = f"{self.name} is drained"
         for ingress_id in self.streams.clients():
-            for key in await self._requests.hand_over(ingress_id):
+            for key in await self._running.requests.hand_over(ingress_id):
                 self.fail(ingress_id, FailureRecord(key=key, reason=reason, retryable=True))
 
     @property

@@ -19,18 +19,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors.lifecycle.deployment import DeploymentSpec, rank_name, rank_options
-from actors.lifecycle.placement_groups import beside
+from actors.lifecycle.placement_groups import in_own_bundle
 from actors.rpc.handles import ActorStart, create_actor
-from actors.worker.rank_worker import START_S, Beside, RankPlace, RankWorker
+from actors.worker.rank_worker import START_S, MakeHeadsWork, RankPlace, RankWorker
 from engine.core import DraftingExecutor, Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
-from engine.ranks.asides import Asides
 from engine.ranks.board import open_board
 from engine.ranks.heartbeat import Heartbeat
-from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.rank_tasks import RankTasks
+from engine.ranks.step_counts import StepCounts
 from engine.request import Constraint
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class OtherRanks(Protocol):
         ...
 
     @property
-    def asides(self) -> Asides | None:
+    def rank_tasks(self) -> RankTasks | None:
         """By which rank 0 asks the others for work beside steps; None = there are no others."""
         ...
 
@@ -101,7 +103,7 @@ class NoOtherRanks:
     """Of a worker that holds the whole model."""
 
     compiles = False
-    asides = None
+    rank_tasks = None
 
     def __init__(self) -> None:
         self.steps = StepCounts()
@@ -142,21 +144,21 @@ class Gang:
         role: Role,
         incarnation: str,
         on_end: Callable[[RankEnd], object],
-        beside: Beside | None,
+        make_heads_work: MakeHeadsWork | None,
     ) -> None:
         """on_end: called with the first end of a rank, on a thread of the gang's.
 
-        beside: what the ranks do beside steps, if asked.
+        make_heads_work: what the ranks do with heads, if asked.
         """
         self._spec = spec
         self._name = name
         self._role = role
         self._incarnation = incarnation
         self._on_end = on_end
-        self._beside = beside
+        self._make_heads_work = make_heads_work
         self._size = spec.config.workers.num_ranks[role]
         self.steps = StepCounts()
-        self.asides: Asides | None = None  # None = they have not joined
+        self.rank_tasks: RankTasks | None = None  # None = they have not joined
         self._actors: list[Any] = []  # a rank lives as long as rank 0 has its handle
         self._processes: list[int] = []  # pidfds: a number may be another process's by now
         self._ring: PlanRing | None = None
@@ -168,7 +170,7 @@ class Gang:
         stall_s = self._spec.config.workers.stall_s
         self._ring = ring = PlanRing(self._incarnation, self._size - 1, stall_s)
         self._reports = RankReports(ring, self._size, self._on_end)
-        self.asides = Asides(ring.write, self._reports.wait_answers)
+        self.rank_tasks = RankTasks(ring.write, self._reports.wait_answers)
         others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
         self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
         self._heartbeat.start()
@@ -228,12 +230,14 @@ class Gang:
             incarnation=self._incarnation,
             board=board,
         )
-        options = rank_options(spec, name) | beside(rank)
+        options = rank_options(spec, name) | in_own_bundle(rank)
         until_s = time.monotonic() + NAME_IS_FREE_S
         while True:
             try:
                 rank_worker = ray.remote(RankWorker)
-                return create_actor(rank_worker, options, spec, name, encode(place), self._beside)
+                return create_actor(
+                    rank_worker, options, spec, name, encode(place), self._make_heads_work
+                )
             except ValueError as error:
                 if time.monotonic() > until_s:
                     raise WorkerError(f"{name} of another incarnation does not end") from error
@@ -261,8 +265,8 @@ class Gang:
         return self._leading.lead_drafts(executor)
 
     def lead_moves(self, mover: "BlockMover", parts: "BlockParts | OwnBlocks") -> "BlockMover":
-        assert self.asides is not None, "ranks join before they are led"
-        return parts.lead(mover, self.asides, self.steps)
+        assert self.rank_tasks is not None, "ranks join before they are led"
+        return parts.lead(mover, self.rank_tasks, self.steps)
 
     def compile(self, constraint: Constraint) -> None:
         assert self._leading is not None, "the others are led first"
@@ -289,9 +293,9 @@ def other_ranks(
     role: Role,
     incarnation: str,
     on_end: Callable[[RankEnd], object],
-    beside: Beside | None = None,
+    make_heads_work: MakeHeadsWork | None = None,
 ) -> OtherRanks:
     """Those that the configuration asks for."""
     if spec.config.workers.num_ranks[role] == 1:
         return NoOtherRanks()
-    return Gang(spec, name, role, incarnation, on_end, beside)
+    return Gang(spec, name, role, incarnation, on_end, make_heads_work)

@@ -26,19 +26,20 @@ from engine.clock import MonotonicClock
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, decode
-from engine.ranks.asides import Aside, AsideThreads, Begin, Kind, beside
+from engine.ranks.following import Follower, report_failure
 from engine.ranks.heartbeat import Heartbeat
-from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import Begin, TaskThreads, in_thread
+from engine.ranks.ring_messages import RankTask, TaskKind
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-# A deployment, a loaded rank and the name of its actor -> its work beside steps.
-Beside = Callable[[DeploymentSpec, "Engine", Rank, str], Callable[[bytes], Any]]
+# A deployment, a loaded rank and the name of its actor -> its work with heads, beside steps.
+MakeHeadsWork = Callable[[DeploymentSpec, "Engine", Rank, str], Callable[[bytes], Any]]
 
 START_S = 120.0  # until every rank's process runs and has imported what it needs
 LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
@@ -59,9 +60,13 @@ class RankWorker:
     """Answers rank 0, by the ring, and who asks for heads."""
 
     def __init__(
-        self, spec: DeploymentSpec, name: str, place: bytes, beside: Beside | None = None
+        self,
+        spec: DeploymentSpec,
+        name: str,
+        place: bytes,
+        make_heads_work: MakeHeadsWork | None = None,
     ) -> None:
-        """place: a RankPlace, encoded. beside: what this rank does beside steps.
+        """place: a RankPlace, encoded. make_heads_work: what this rank does with heads, if asked.
 
         Raises RingError when rank 0 is dead already.
         """
@@ -69,8 +74,8 @@ class RankWorker:
         share_interpreter()
         self._spec = spec
         self._name = name
-        self._beside = beside
-        # Beside steps; None = there is none, or it still loads.
+        self._make_heads_work = make_heads_work
+        # With heads; None = there is none, or it still loads.
         self._work: Callable[[bytes], Any] | None = None
         self._place = decode(place, RankPlace)
         stall_s = spec.config.workers.stall_s
@@ -146,7 +151,7 @@ class RankWorker:
                 self._ring,
                 engine.grammars.prepare,
                 on_step_end,
-                self._begin_aside(engine),
+                self._begin_task(engine),
                 engine.drafting_executor,
             ).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
@@ -154,16 +159,16 @@ class RankWorker:
             self._end_leader(LEADER_ENDS_S, "does not end")
         _exit(0)
 
-    def _begin_aside(self, engine: "Engine") -> Callable[[Aside], None] | None:
+    def _begin_task(self, engine: "Engine") -> Callable[[RankTask], None] | None:
         """What begins the work that rank 0 asks for beside the steps; None = there is none."""
-        works: dict[Kind, Begin] = {}
-        if self._beside is not None:
+        works: dict[TaskKind, Begin] = {}
+        if self._make_heads_work is not None:
             rank = Rank(self._place.rank, self._place.size)
-            self._work = self._beside(self._spec, engine, rank, self._name)
-            works["heads"] = beside(self._work)
+            self._work = self._make_heads_work(self._spec, engine, rank, self._name)
+            works["heads"] = in_thread(self._work)
         if (part := engine.below_device.part) is not None:
             works |= {"host save": part.begin, "host load": part.begin}
-        return AsideThreads(self._ring, works, self._fail).begin if works else None
+        return TaskThreads(self._ring, works, self._fail).begin if works else None
 
     def _on_silence(self, _: int) -> None:
         self._end_leader(0.0, "stands still")

@@ -40,9 +40,8 @@ class WorkerRequests:
         self._draining = draining
         self._clock = clock
         self._ranks = ranks
-        self._aborted: dict[
-            RequestKey, None
-        ] = {}  # aborted before they were submitted; oldest first
+        # Aborted before they were submitted; oldest first.
+        self._aborted: dict[RequestKey, None] = {}
 
     async def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""

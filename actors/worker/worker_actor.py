@@ -53,7 +53,7 @@ class WorkerActor:
 
     async def _submit(self, request: bytes) -> bytes:
         """Queue a `Submit`. Raises RequestError or CapacityError."""
-        await self._host.submit(decode(request, Submit))
+        await self._host.running.requests.submit(decode(request, Submit))
         return b""
 
     async def _abort(self, key: bytes) -> bytes:

@@ -212,7 +212,7 @@ class Mixture:
         return self._experts(x, routes, shared)
 
     def operations(self) -> tuple[Op, ...]:
-        normed, select, beside = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
+        normed, select, shared = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
         if self.has_dp_attention:
             return self._between_ranks(
                 Op(select, self._select, needs=normed),
@@ -227,8 +227,8 @@ class Mixture:
         share = _share_own if self._is_replicated else _share
         return (
             Op(select, self._select, needs=normed),
-            Op(beside, partial(share, self._shared), lane=Lane.BESIDE, needs=normed),
-            Op("experts", self._compute, waits=(Lane.BESIDE,), needs=(select, beside)),
+            Op(shared, partial(share, self._shared), lane=Lane.SECOND_STREAM, needs=normed),
+            Op("experts", self._compute, waits=(Lane.SECOND_STREAM,), needs=(select, shared)),
         )
 
     def exchange_operations(self) -> tuple[Op, ...]:
@@ -244,13 +244,12 @@ class Mixture:
     def _between_ranks(self, select: Op, there: _Steps, back: _Steps) -> tuple[Op, ...]:
         """there: dispatch and computation; back: combination and what ends it."""
         (dispatch_a, compute), (combine_a, combine_b) = there, back
-        beside = "shared_experts"
         waits: tuple[Lane, ...] = (Lane.SEND,)
         shared: tuple[Op, ...] = ()
         if self._shared is not None:
-            waits = (Lane.SEND, Lane.BESIDE)
+            waits = (Lane.SEND, Lane.SECOND_STREAM)
             share = partial(_share, self._shared)
-            shared = (Op(beside, share, lane=Lane.BESIDE, needs=select.needs),)
+            shared = (Op("shared_experts", share, lane=Lane.SECOND_STREAM, needs=select.needs),)
         return (
             select,
             Op("dispatch_a", dispatch_a, lane=Lane.SEND, needs=(select.name,)),

@@ -40,7 +40,7 @@ from kernels.quant.coded_tokens import CodedTokens
 class Lane(Enum):
     COMPUTE = "the flow's own order"
     SEND = "communication; others may compute meanwhile"
-    BESIDE = "computation beside that of the flow"
+    SECOND_STREAM = "computation in a second stream, beside that of the flow"
 
 
 _BETWEEN_OPERATIONS = ("coded", "tokens", "routes", "shared", "dispatched", "parts")

@@ -73,8 +73,8 @@ SHARE_PROMPTS = Schedule(
     ),
 )
 # One flow, whose shared expert has a stream of its own: it begins before the router.
-SHARED_BESIDE = Schedule(
-    name="shared expert beside",
+DUAL_STREAM = Schedule(
+    name="dual stream",
     stages=(
         (
             *("export", "prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b"),

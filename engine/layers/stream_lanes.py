@@ -1,4 +1,4 @@
-"""Lanes as CUDA streams: what is sent, and what runs beside, has a stream of its own.
+"""Lanes as CUDA streams: what is sent, and what runs in the second stream, has one of its own.
 
     compute   op  begin  op of the other flow ...  wait(done)  op
     send          wait(begin)  sum  done

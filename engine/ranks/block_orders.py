@@ -24,7 +24,7 @@ Order = SaveParts | LoadParts
 
 
 def kind_of(order: Order) -> Literal["host save", "host load"]:
-    """The kind of aside that it is."""
+    """The kind of the task that asks for it."""
     return "host save" if isinstance(order, SaveParts) else "host load"
 
 

@@ -4,7 +4,7 @@
 
 Of fewer KV heads than ranks, and of latents, several ranks have the same part: the first of them
 stores it, and all load it. Rank 0 alone decides, owns the arena and publishes; for the others it is
-memory in which rank 0 tells them places. It asks them by the ring (asides.py):
+memory in which rank 0 tells them places. It asks them by the ring (rank_tasks.py):
 
     save     each copies its part before the next step, as rank 0 does, and answers with its digests
     load     each copies its part to its device, and answers with the digests of what lies there
@@ -28,7 +28,6 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
 from engine.ranks.agreement import meet, value_of_first
-from engine.ranks.asides import Asides
 from engine.ranks.block_orders import (
     LoadParts,
     Order,
@@ -37,10 +36,11 @@ from engine.ranks.block_orders import (
     encode_digests,
     kind_of,
 )
-from engine.ranks.leading import StepCounts
 from engine.ranks.own_moves import OwnBlocks
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import RankTasks
 from engine.ranks.shared_stores import part_of
+from engine.ranks.step_counts import StepCounts
 
 
 class BlockParts:
@@ -61,9 +61,9 @@ class BlockParts:
         """Of a rank's part among a block's."""
         return self._order.index(self.of_ranks[rank].first_head)
 
-    def lead(self, own: BlockMover, asides: Asides, steps: StepCounts) -> "LedMover":
+    def lead(self, own: BlockMover, tasks: RankTasks, steps: StepCounts) -> "LedMover":
         """own: of rank 0's part. steps: of rank 0."""
-        return LedMover(own, self, asides, steps)
+        return LedMover(own, self, tasks, steps)
 
     def follow(self, rank: int, mover: BlockMover) -> "RankPart":
         """mover: of this rank's part."""
@@ -94,12 +94,12 @@ class LedMover:
     """Rank 0's `BlockMover`: all ranks move their parts; digests are those of whole blocks."""
 
     def __init__(
-        self, own: BlockMover, parts: BlockParts, asides: Asides, steps: StepCounts
+        self, own: BlockMover, parts: BlockParts, tasks: RankTasks, steps: StepCounts
     ) -> None:
         """own: of rank 0's part, which is always stored. steps: of rank 0."""
         self._own = own
         self._parts = parts
-        self._asides = asides
+        self._tasks = tasks
         self._steps = steps
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
@@ -120,7 +120,7 @@ class LedMover:
 
     def _ask(self, order: Order, num_ended: int) -> Callable[[], list[bytes]]:
         """num_ended: steps whose blocks they may be; the others may be a little behind rank 0."""
-        return self._asides.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
+        return self._tasks.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
 
     def _digests(
         self,
@@ -147,7 +147,7 @@ class RankPart:
         self._keeps = keeps
 
     def begin(self, work: bytes) -> Callable[[], bytes]:
-        """Begins what rank 0 asks for (see `Begin` of asides.py)."""
+        """Begins what rank 0 asks for (see `Begin` of rank_tasks.py)."""
         match decode_order(work):
             case SaveParts(block_ids, slots):
                 wait = self._mover.save(block_ids, slots) if self._keeps else list

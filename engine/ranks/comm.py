@@ -1,6 +1,7 @@
 """Communication between the ranks of one model on one host: gloo on a CPU, NCCL between GPUs.
 
-Where GPUs map each other's memory, smaller sums between them are ours (peer_ranks.py).
+Ranks meet, and choose which of these they use, in meeting.py. Where GPUs map each other's memory,
+smaller sums between them are ours (peer_ranks.py).
 
 The groups are objects of their own: there is no default process group and nothing global. Gloo
 listens on the loopback interface only.
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import WorkerError
-from engine.layers.context import Comm, FusedSums
+from engine.layers.context import FusedSums
 from engine.ranks.nccl_deadlines import NO_WATCHDOG
 from engine.ranks.rank import Rank
 
@@ -38,51 +39,6 @@ _CONNECT_PATIENCE = 5  # gloo waits for a peer's connection this many times its 
 _POLL_S = 1e-3
 _ABORT_PATIENCE_S = 5.0
 _SUMMED_IN_FP32 = (torch.bfloat16, torch.float16)
-
-
-def connect_ranks(
-    rank: Rank,
-    store: dist.Store,
-    device: torch.device,
-    timeout_s: float,
-    *,
-    uses_peer_memory: bool = True,
-    in_rank_order: bool = False,
-) -> Comm:
-    """Meet the other ranks at `store`; returns when all have come and a first sum is right.
-
-    Every rank calls it once with the same size, an equal store and its own device. `timeout_s`
-    limits this, and later every operation in host memory. uses_peer_memory: if the GPUs can; for
-    measurements. in_rank_order: an element's sum depends on its parts alone, which costs NCCL time.
-    Raises WorkerError.
-    """
-    store.set_timeout(timedelta(seconds=timeout_s))
-    host = GlooRanks(rank, dist.PrefixStore("host", store), timeout_s)
-    if device.type == "cpu":
-        _check_sum(host, device)
-        return host
-    met = rank, dist.PrefixStore("device", store), host, device, timeout_s
-    comm = NcclRanks(*met, in_rank_order=in_rank_order)
-    _check_sum(comm, device)
-    if rank.size == 1 or not uses_peer_memory:
-        return comm
-    from engine.ranks.peer_ranks import open_peer_ranks  # imports Triton
-
-    return open_peer_ranks(comm, device)
-
-
-def _check_sum(comm: Comm, device: torch.device) -> None:
-    """NCCL connects with the first operation; then, too, everybody is known to be here."""
-    size = comm.rank.size
-    total = comm.all_reduce(torch.full((1,), comm.rank.index + 1, dtype=torch.int32, device=device))
-    if isinstance(comm, NcclRanks):
-        comm.wait_queued("its first sum")
-    if int(total) != size * (size + 1) // 2:
-        raise WorkerError(f"{_name(comm.rank)}: the first sum over the ranks is {int(total)}")
-
-
-def _name(rank: Rank) -> str:
-    return f"rank {rank.index} of {rank.size}"
 
 
 class GlooRanks:
@@ -105,7 +61,7 @@ class GlooRanks:
             self._group = gloo(store, rank.index, rank.size, options)
         except RuntimeError as error:
             raise WorkerError(
-                f"{_name(rank)}: not all ranks came within {timeout_s:g} s: {error}"
+                f"{rank}: not all ranks came within {timeout_s:g} s: {error}"
             ) from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -167,17 +123,17 @@ class GlooRanks:
     def _run(self, verb: str, post: Callable[[Any], Any], limit: timedelta) -> None:
         """Post an operation and wait for its end. Raises WorkerError."""
         if self._group is None:
-            raise WorkerError(f"{_name(self.rank)}: {verb} after the ranks were disconnected")
+            raise WorkerError(f"{self.rank}: {verb} after the ranks were disconnected")
         try:
             is_done = post(self._group).wait(limit)
         except RuntimeError as error:  # what torch raises: a closed connection, a deadline
             raise WorkerError(
-                f"{_name(self.rank)}: {verb} failed; another rank died, or did not take part within"
+                f"{self.rank}: {verb} failed; another rank died, or did not take part within"
                 f" {limit.total_seconds():g} s: {error}"
             ) from error
         if not is_done:
             raise WorkerError(
-                f"{_name(self.rank)}: {verb}: another rank did not take part within"
+                f"{self.rank}: {verb}: another rank did not take part within"
                 f" {limit.total_seconds():g} s"
             )
 
@@ -211,7 +167,7 @@ class NcclRanks:
     ) -> None:
         """NCCL itself connects with the first operation.
 
-        timeout_s: of `wait_queued`. in_rank_order: see `connect_ranks`.
+        timeout_s: of `wait_queued`. in_rank_order: see `connect_ranks` (meeting.py).
         """
         self.rank = rank
         self._host = host
@@ -275,7 +231,7 @@ class NcclRanks:
         end_s = time.monotonic() + self._timeout_s
         while not event.query():
             if time.monotonic() > end_s:
-                raise WorkerError(f"{_name(self.rank)}: {what}: not done in {self._timeout_s:g} s")
+                raise WorkerError(f"{self.rank}: {what}: not done in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from engine.kv.host.movers import BlockMover, Copy
 from engine.kv.rank_caches import find_rank
-from engine.ranks.asides import Asides
 from engine.ranks.block_orders import (
     LoadParts,
     Order,
@@ -22,7 +21,8 @@ from engine.ranks.block_orders import (
     encode_digests,
     kind_of,
 )
-from engine.ranks.leading import StepCounts
+from engine.ranks.rank_tasks import RankTasks
+from engine.ranks.step_counts import StepCounts
 
 
 class OwnBlocks:
@@ -41,9 +41,9 @@ class OwnBlocks:
         assert found is not None, f"blocks {list(block_ids)} are of several ranks"
         return found
 
-    def lead(self, own: BlockMover, asides: Asides, steps: StepCounts) -> "LedOwnMover":
+    def lead(self, own: BlockMover, tasks: RankTasks, steps: StepCounts) -> "LedOwnMover":
         """own: of rank 0's blocks. steps: of rank 0."""
-        return LedOwnMover(own, self, asides, steps)
+        return LedOwnMover(own, self, tasks, steps)
 
     def follow(self, rank: int, mover: BlockMover) -> "OwnMoves":
         """mover: of this rank's blocks."""
@@ -54,11 +54,11 @@ class LedOwnMover:
     """Rank 0's `BlockMover`, of the blocks of all ranks."""
 
     def __init__(
-        self, own: BlockMover, blocks: OwnBlocks, asides: Asides, steps: StepCounts
+        self, own: BlockMover, blocks: OwnBlocks, tasks: RankTasks, steps: StepCounts
     ) -> None:
         self._own = own
         self._blocks = blocks
-        self._asides = asides
+        self._tasks = tasks
         self._steps = steps
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
@@ -80,7 +80,7 @@ class LedOwnMover:
 
     def _ask(self, rank: int, order: Order, num_ended: int) -> Callable[[], list[int]]:
         """num_ended: steps whose blocks they may be; that rank may be a little behind rank 0."""
-        others = self._asides.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
+        others = self._tasks.begin(msgspec.msgpack.encode(order), kind_of(order), num_ended)
 
         def wait() -> list[int]:
             digests: list[int] = np.frombuffer(others()[rank - 1], np.int64).tolist()
@@ -98,7 +98,7 @@ class OwnMoves:
         self._rank = rank
 
     def begin(self, work: bytes) -> Callable[[], bytes]:
-        """Begins what rank 0 asks for (see `Begin` of asides.py); nothing for other ranks."""
+        """Begins what rank 0 asks for (see `Begin` of rank_tasks.py); nothing for other ranks."""
         order = decode_order(work)
         rank, own_ids = self._blocks.find(order.block_ids)
         if rank != self._rank:

@@ -18,6 +18,9 @@ class Rank:
     index: int
     size: int
 
+    def __str__(self) -> str:
+        return f"rank {self.index} of {self.size}"
+
     def share(self, length: int, what: str, unit: int | None = None) -> slice:
         """This rank's part of [0, length).
 

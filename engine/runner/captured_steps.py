@@ -182,9 +182,10 @@ class CapturedSteps:
 
     def _forward(self, size: GraphSize) -> Callable[..., ForwardResult]:
         """`CausalLM.forward`, or the same in two streams."""
-        beside = self._shared_stream
-        is_beside = beside is not None and beside.covers(size.num_tokens)
-        return beside.forward if beside is not None and is_beside else self._model.forward
+        dual = self._shared_stream
+        if dual is not None and dual.covers(size.num_tokens):
+            return dual.forward
+        return self._model.forward
 
     def _output(
         self,

@@ -197,7 +197,7 @@ class Executor:
         assert self._passes.two_batches is not None, "no step is computed as two batches"
         return self._passes.two_batches
 
-    def compute_shared_beside(self, max_tokens: int) -> None:
+    def use_second_stream(self, max_tokens: int) -> None:
         """Graphs of up to so many tokens compute shared experts in a stream of their own.
 
         Call it before graphs are captured. Raises ConfigError for a model without shared experts.

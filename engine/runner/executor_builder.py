@@ -261,7 +261,7 @@ class ExecutorBuilder:
                 "execution.dual_stream_token_threshold: only steps that replay graphs use a second"
                 " stream, and here none does; set it to 0"
             )
-        executor.compute_shared_beside(max_tokens)
+        executor.use_second_stream(max_tokens)
 
     def _round_expert_inputs(self) -> None:
         from_tokens = self._config.execution.round_expert_inputs_from

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from engine.layers.context import Comm
-from engine.ranks.comm import connect_ranks
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm

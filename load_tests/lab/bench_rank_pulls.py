@@ -33,10 +33,10 @@ from engine.kv.device_offer import DeviceOffer, map_tensor, offer_tensor
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
-from engine.ranks.comm import connect_ranks
-from engine.ranks.leading import StepCounts
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
+from engine.ranks.step_counts import StepCounts
 from load_tests.lab.child_processes import (
     add_limit_option,
     die_with_parent,

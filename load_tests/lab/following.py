@@ -38,18 +38,13 @@ from engine.core import Executor, PendingStep
 from engine.layers.context import Comm
 from engine.plan import StepPlan, StepResult
 from engine.ranks.board import open_board
-from engine.ranks.leading import (
-    COMPARE_EVERY,
-    Follower,
-    LeadingExecutor,
-    RankEnd,
-    RankReports,
-    StepCounts,
-    report_failure,
-)
+from engine.ranks.following import Follower, report_failure
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor
 from engine.ranks.meeting import join_ranks
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from engine.ranks.rank import Rank
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.step_counts import StepCounts
 from load_tests.lab.child_processes import die_with_parent
 from load_tests.lab.pinned_routing import build_pinned
 from load_tests.tables import Figure, median_figure

@@ -87,7 +87,7 @@ def set_switch_interval(_: object, seconds: float) -> None:
 
 def fill(worker: Any, num_rows: int, num_prompt_tokens: int, num_tokens: int) -> None:
     """Gives the engine requests, and takes its outputs away from the event loop."""
-    thread, rng = worker._host._thread, random.Random(num_rows)
+    thread, rng = worker._host.running.thread, random.Random(num_rows)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     requests = [
         Request(
@@ -108,8 +108,8 @@ def fill(worker: Any, num_rows: int, num_prompt_tokens: int, num_tokens: int) ->
 
 def empty(worker: Any) -> None:
     """Takes those requests away, and gives the event loop the engine's outputs again."""
-    thread = worker._host._thread
-    thread.post(lambda: worker._host._requests._abort_all("nobody"))
+    thread = worker._host.running.thread
+    thread.post(lambda: worker._host.running.requests._abort_all("nobody"))
     thread.post(lambda: setattr(thread, "_on_step", _outputs.pop(worker)))
 
 

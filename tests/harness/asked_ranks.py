@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from engine.ranks.asides import Asides, AsideThreads, Begin, Kind, Work, beside
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.rank_tasks import Begin, RankTasks, TaskThreads, Work, in_thread
+from engine.ranks.ring_messages import TaskKind
 
 PATIENCE_S = 60.0
 NO_STEPS: Any = None
@@ -17,7 +20,7 @@ NO_STEPS: Any = None
 class AskedRanks:
     """Ranks 1 and up, for as long as the context is open."""
 
-    def __init__(self, works: Sequence[Begin], kinds: Sequence[Kind] = ("heads",)) -> None:
+    def __init__(self, works: Sequence[Begin], kinds: Sequence[TaskKind] = ("heads",)) -> None:
         """works: of these ranks, which are asked for these kinds alone."""
         self._kinds = kinds
         name = f"test-{uuid.uuid4().hex}"
@@ -40,7 +43,7 @@ class AskedRanks:
         self._leading = LeadingExecutor(
             NO_STEPS, self._ring, reports, compare_every=1, patience_s=PATIENCE_S
         )
-        self.asides = Asides(self._ring.write, reports.wait_answers)
+        self.rank_tasks = RankTasks(self._ring.write, reports.wait_answers)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,10 +66,10 @@ class AskedRanks:
     def _follow(self, name: str, rank: int, work: Begin) -> None:
         ring = self.readers[rank] = PlanRingReader(name, rank - 1, PATIENCE_S, PATIENCE_S)
         with suppress(RingError):  # of the rank that ends
-            asides = AsideThreads(ring, dict.fromkeys(self._kinds, work), self.failures.append)
-            Follower(NO_STEPS, ring, print, None, asides.begin).run()
+            tasks = TaskThreads(ring, dict.fromkeys(self._kinds, work), self.failures.append)
+            Follower(NO_STEPS, ring, print, None, tasks.begin).run()
 
 
-def beside_all(*works: Work) -> list[Begin]:
+def in_threads(*works: Work) -> list[Begin]:
     """Of ranks that do nothing of it on the thread that steps."""
-    return [beside(work) for work in works]
+    return [in_thread(work) for work in works]

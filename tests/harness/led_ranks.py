@@ -12,9 +12,13 @@ from typing import Any, Self
 from engine.core import Executor
 from engine.engine import Engine
 from engine.layers.context import Comm
-from engine.ranks.asides import Asides, AsideThreads, Begin, Kind
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports, StepCounts
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.ranks.rank_reports import RankEnd, RankReports
+from engine.ranks.rank_tasks import Begin, RankTasks, TaskThreads
+from engine.ranks.ring_messages import TaskKind
+from engine.ranks.step_counts import StepCounts
 from tests.engine.ranks.exact_models import planted, snapped_mixtures
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 
@@ -36,12 +40,12 @@ def follow(
             shared, part = built.kv_store.shared, built.below_device.part
         on_step_end = None if shared is None else shared.count_step
         ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
-        works: dict[Kind, Begin] = {}
+        works: dict[TaskKind, Begin] = {}
         if part is not None:
             works = {"host save": part.begin, "host load": part.begin}
-        begin_aside = AsideThreads(ring, works, _end).begin
+        begin_task = TaskThreads(ring, works, _end).begin
         try:
-            Follower(executor, ring, lambda _: None, on_step_end, begin_aside, drafts).run()
+            Follower(executor, ring, lambda _: None, on_step_end, begin_task, drafts).run()
         except RingError as error:
             return str(error)
         finally:
@@ -86,7 +90,7 @@ class LedRanks:
             self._ring.accept(TIMEOUT_S)
         reports = RankReports(self._ring, size, self._note)
         reports.start()
-        self.asides = Asides(self._ring.write, reports.wait_answers)
+        self.rank_tasks = RankTasks(self._ring.write, reports.wait_answers)
         self._leading = LeadingExecutor(
             executor,
             self._ring,
@@ -101,7 +105,9 @@ class LedRanks:
         """As `lead`, with what drafts there, and what moves blocks to host memory."""
         engine.core.wrap_executor(self.lead)
         if engine.host_tier is not None and (parts := engine.below_device.parts) is not None:
-            engine.host_tier.wrap_mover(lambda mover: parts.lead(mover, self.asides, self.steps))
+            engine.host_tier.wrap_mover(
+                lambda mover: parts.lead(mover, self.rank_tasks, self.steps)
+            )
         if engine.draft_passes is not None:
             assert self._leading is not None, "it leads now"
             engine.draft_passes.wrap_executor(self._leading.lead_drafts)

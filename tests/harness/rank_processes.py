@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.layers.context import Comm
-from engine.ranks.comm import connect_ranks
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from tests.harness.forks import FORKS
 

@@ -69,6 +69,11 @@ class IntegerExecutor(FakeExecutor):
     expert_loads = None
     may_split = False
 
+    @property
+    def kv_store(self) -> "IntegerExecutor":
+        """Itself: `IntegerPieces` reads and writes blocks by it."""
+        return self
+
     def statistics(self) -> NoStatistics:
         return NoStatistics()
 
@@ -180,7 +185,6 @@ def build_integer_engine(
         cache=cache,
         hasher=hasher,
         executor=cast("Any", executor),
-        kv_store=cast("Any", executor),
         grammars=cast("Any", None),
         outgoing=outgoing,
         core=EngineCore(scheduler, executor, clock, overlap=overlap),

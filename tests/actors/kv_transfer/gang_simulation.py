@@ -26,8 +26,8 @@ from engine.clock import ManualClock
 from engine.errors import WorkerError
 from engine.kv.store import KvStore
 from engine.messages import ChannelKind, Role, WorkerIdentity
-from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
+from engine.ranks.step_counts import StepCounts
 from engine.request import Request
 from tests.actors.kv_transfer.handoff_simulation import World
 from tests.actors.kv_transfer.pulled_channels import AskedChannels, PulledChannels

@@ -23,8 +23,8 @@ from actors.kv_transfer.rank_pulls import Linking, Order, PullsByRanks, RankPull
 from engine.errors import WorkerError
 from engine.kv.device_offer import DeviceOffer
 from engine.messages import ChannelKind, PairRequest
-from engine.ranks.asides import Work
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import Work
 from engine.ranks.shared_stores import part_of
 from tests.actors.kv_transfer.rank_workers import Worker
 from tests.actors.kv_transfer.test_rank_pieces import OFFER
@@ -34,7 +34,7 @@ Reach = Callable[[str], object]
 NO_WIRES: Any = None
 
 
-class InlineAsides:
+class InlineTasks:
     """Rank after rank does what is asked."""
 
     def __init__(self, others: list[Work], reach: Reach) -> None:
@@ -53,7 +53,7 @@ class InlineAsides:
 class InlinePulls(PullsByRanks):
     """All in virtual time."""
 
-    async def _ask_beside(self, work: Order) -> list[bytes]:
+    async def _ask_in_thread(self, work: Order) -> list[bytes]:
         await asyncio.sleep(0)
         return self._ask(work)
 
@@ -120,7 +120,7 @@ class PulledChannels(FakeChannels):
         own, *others = [
             RankPuller(one.part, KvPieces(one.store), self._map) for one in pieces.stores
         ]
-        return InlinePulls(pieces, InlineAsides([one.do for one in others], self._reach), own)
+        return InlinePulls(pieces, InlineTasks([one.do for one in others], self._reach), own)
 
     def _map(self, offer: DeviceOffer, like: torch.Tensor) -> torch.Tensor:
         sender, rank = offer.handle
@@ -168,7 +168,7 @@ class AskedChannels(PulledChannels):
             RankPuller(part, KvPieces(store), index=rank, linking=linking)
             for rank, (part, store) in enumerate(zip(pieces.parts, stores, strict=True))
         ]
-        return InlinePulls(pieces, InlineAsides([one.do for one in others], self._reach), own)
+        return InlinePulls(pieces, InlineTasks([one.do for one in others], self._reach), own)
 
     def _ask(self, actor: str, order: bytes) -> Callable[[], Any]:
         number, rank = map(int, actor.split())

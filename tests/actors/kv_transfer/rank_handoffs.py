@@ -26,9 +26,9 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.spec import load_spec
 from engine.plan import StepResult
 from engine.ranks.agreement import meet
-from engine.ranks.leading import StepCounts
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
+from engine.ranks.step_counts import StepCounts
 from engine.request import SamplingParams
 from tests.actors.kv_transfer.rank_workers import layout_of_part
 from tests.engine.ranks.exact_models import build_exact

@@ -11,9 +11,9 @@ from actors.kv_transfer.own_blocks import OwnBlockPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import KvStore
-from engine.ranks.leading import StepCounts
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from engine.ranks.shared_stores import RankStore, part_of
+from engine.ranks.step_counts import StepCounts
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 13

@@ -41,8 +41,8 @@ from actors.kv_transfer.rendezvous import RankCalls, answer_of
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
-from engine.ranks.asides import NoAsides
 from engine.ranks.rank import Rank
+from engine.ranks.rank_tasks import OneRankTasks
 from engine.ranks.shared_stores import part_of
 from tests.actors.kv_transfer import fake_pair_group
 from tests.actors.kv_transfer.rank_workers import CPU, NUM_BLOCKS
@@ -114,7 +114,7 @@ class LinkedPulls(Pulls):
                 assert isinstance(self.receiver.pieces, KvPieces)
                 self.pullers = [self._puller(0)]
                 pieces = OneRank(self.receiver.pieces)
-                self.by_ranks = PullsByRanks(pieces, NoAsides(), self.pullers[0])
+                self.by_ranks = PullsByRanks(pieces, OneRankTasks(), self.pullers[0])
                 yield
         assert not any(giver._open for giver in self.givers), "a wire stays open"
 

@@ -30,7 +30,7 @@ from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of
 from tests.actors.kv_transfer.rank_workers import CPU, NUM_BLOCKS, Worker, new_worker
 from tests.actors.kv_transfer.test_rank_pieces import OFFER, layout_of
-from tests.harness.asked_ranks import AskedRanks, beside_all
+from tests.harness.asked_ranks import AskedRanks, in_threads
 
 NO_HOOK: Callable[[], None] = lambda: None  # noqa: E731
 
@@ -52,10 +52,10 @@ class Pulls:
         size = len(self.receiver.stores)
         self.pullers = [self._puller(rank) for rank in range(size)]
         works = [self._work(rank) for rank in range(size)]
-        with AskedRanks(beside_all(*works[1:])) as self.ranks:
+        with AskedRanks(in_threads(*works[1:])) as self.ranks:
             assert isinstance(self.receiver.pieces, RankPieces)
             own: Any = type("Own", (), {"do": staticmethod(works[0])})
-            self.by_ranks = PullsByRanks(self.receiver.pieces, self.ranks.asides, own)
+            self.by_ranks = PullsByRanks(self.receiver.pieces, self.ranks.rank_tasks, own)
             yield
             assert all(not puller._sources for puller in self.pullers), "a store stays mapped"
 

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from actors.lifecycle.liveness import Lifeline
-from actors.lifecycle.placement_groups import beside
+from actors.lifecycle.placement_groups import in_own_bundle
 
 
 class Worker:
@@ -20,7 +20,7 @@ class Worker:
 
     def start_rank(self, rank: int, options: dict[str, Any]) -> Any:
         """A further rank of this worker, which it owns."""
-        self._rank = ray.remote(Worker).options(**options, **beside(rank)).remote()
+        self._rank = ray.remote(Worker).options(**options, **in_own_bundle(rank)).remote()
         return self._rank
 
     def crash(self) -> None:

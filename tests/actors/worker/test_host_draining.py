@@ -105,12 +105,11 @@ def _config(overrides: Mapping[str, float]) -> AppConfig:
 
 
 async def _close(host: EngineHost, *readers: "asyncio.Task[None]") -> None:
-    assert host._thread is not None
     tasks = [*readers, host._housekeeper]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.to_thread(host._thread.close)
+    await asyncio.to_thread(host.running.thread.close)
 
 
 def _run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -141,14 +140,14 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
     async def scenario() -> None:
         host, heard, reader = await _start()
         first = _submit(0, [], max_tokens=500)
-        await host.submit(first)
+        await host.running.requests.submit(first)
         while len(heard.tokens.get(first.key, [])) < 3:
             heard.news.clear()
             await heard.news.wait()
         host.drain(0.0)
         assert host.heartbeat().state == "draining"
         with pytest.raises(CapacityError, match="draining"):
-            await host.submit(_submit(0, [], max_tokens=1))
+            await host.running.requests.submit(_submit(0, [], max_tokens=1))
         await left.wait()
         assert heard.failed == {first.key: True}
         tokens = heard.tokens[first.key]
@@ -158,8 +157,8 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
 
         again, heard, reader = await _start()  # another worker
         rest, whole = _submit(1, tokens, len(tokens) + 5), _submit(2, [], len(tokens) + 5)
-        await again.submit(rest)
-        await again.submit(whole)
+        await again.running.requests.submit(rest)
+        await again.running.requests.submit(whole)
         while heard.finished != {rest.key, whole.key}:
             heard.news.clear()
             await heard.news.wait()
@@ -186,7 +185,9 @@ def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
 
     async def scenario() -> None:
         host, heard, reader = await _start()
-        assert host.identity.limits == WorkerLimits(max_step_ms=50.0, max_queued_tokens=200_000)
+        assert host.identity_of(host.engine).limits == WorkerLimits(
+            max_step_ms=50.0, max_queued_tokens=200_000
+        )
         good = _submit(0, [], max_tokens=3)
         bad = structs.replace(
             good,
@@ -196,8 +197,8 @@ def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
             spec=RequestSpec(params=params),
         )
         with pytest.raises(RequestError, match=r"not a token id\. .* from 0 to 3071"):
-            await host.submit(bad)
-        await host.submit(good)
+            await host.running.requests.submit(bad)
+        await host.running.requests.submit(good)
         while good.key not in heard.finished:
             heard.news.clear()
             await heard.news.wait()
@@ -219,7 +220,7 @@ def test_one_that_died_and_is_told_to_leave_while_it_loads_serves_those_who_wait
         assert host.heartbeat().state == "draining"
         heard, reader = _follow(host)
         again = _submit(1, [], max_tokens=3)
-        await host.submit(again)
+        await host.running.requests.submit(again)
         while again.key not in heard.finished:
             heard.news.clear()
             await heard.news.wait()

@@ -15,8 +15,8 @@ from engine.layers.moe import Mixture, SharedExpert
 from engine.layers.operations import Flow, Lane, Op, run_in_order
 from engine.layers.schedules import (
     DECODE,
+    DUAL_STREAM,
     EXCHANGE_PROMPTS,
-    SHARED_BESIDE,
     SUM_PROMPTS,
     InlineLanes,
     Schedule,
@@ -161,11 +161,11 @@ def test_a_schedule_without_each_operation_once_is_an_error(names: tuple[str, ..
 
 
 def test_a_schedule_against_the_needs_is_an_error() -> None:
-    beside = Op("shared_experts", lambda _: None, lane=Lane.BESIDE)
-    summed = Op("experts", lambda _: None, waits=(Lane.BESIDE,), needs=("shared_experts",))
-    bind([(beside, summed)], SUM_PROMPTS)
+    shared = Op("shared_experts", lambda _: None, lane=Lane.SECOND_STREAM)
+    summed = Op("experts", lambda _: None, waits=(Lane.SECOND_STREAM,), needs=("shared_experts",))
+    bind([(shared, summed)], SUM_PROMPTS)
     with pytest.raises(AssertionError, match="experts comes before"):
-        bind([(beside, summed)], EXCHANGE_PROMPTS)
+        bind([(shared, summed)], EXCHANGE_PROMPTS)
 
 
 def test_layers_that_exchange_tokens_get_the_published_prompt_schedule() -> None:
@@ -186,6 +186,10 @@ def test_stages_are_marked_by_flow_and_number() -> None:
     assert sorted(marks) == sorted(f"{flow}{number}" for flow in "ab" for number in range(6))
 
 
+def _name(lane: Lane) -> str:
+    return lane.name.lower().replace("_", " ")
+
+
 def test_the_page_of_operations_lists_what_layers_have() -> None:
     """Every operation with its lane and waits, every schedule with its lag."""
     attention = cast("Any", object())
@@ -196,8 +200,8 @@ def test_the_page_of_operations_lists_what_layers_have() -> None:
     for mlp in (mixture, gated):
         layer = DecoderLayer(attention_norm=expert, attention=attention, mlp_norm=expert, mlp=mlp)
         for op in layer.operations():
-            waits = ", ".join(lane.name.lower() for lane in op.waits)
-            listed[op.name] = op.lane.name.lower(), waits
+            waits = ", ".join(map(_name, op.waits))
+            listed[op.name] = _name(op.lane), waits
     cells = [
         [cell.strip(" `") for cell in line.split("|")[1:-1]]
         for line in PAGE.read_text().splitlines()
@@ -206,7 +210,7 @@ def test_the_page_of_operations_lists_what_layers_have() -> None:
     assert {row[0]: (row[2], row[3]) for row in cells if len(row) == 6} == listed
     lags = {row[0]: row[2] for row in cells if len(row) == 4}
     found = {
-        name: "" if schedule is SHARED_BESIDE else str(schedule.lag)
+        name: "" if schedule is DUAL_STREAM else str(schedule.lag)
         for name, schedule in vars(schedules).items()
         if isinstance(schedule, Schedule)
     }

@@ -75,14 +75,15 @@ def test_what_a_side_stream_reads_is_kept_until_the_compute_stream_has_waited() 
         flow = Flow(ctx=cast("Any", _Context(0)), x=torch.ones(3))
         read = weakref.ref(flow.x)
         lanes.issue(_op(device, "send", Lane.SEND), flow)
-        lanes.issue(_op(device, "beside", Lane.BESIDE), flow)  # has no stream of its own here
+        # The second one has no stream here.
+        lanes.issue(_op(device, "second", Lane.SECOND_STREAM), flow)
         assert read() is not None, "the other flow would get its memory and write to it"
-        lanes.issue(_op(device, "use", waits=(Lane.SEND, Lane.BESIDE)), flow)
+        lanes.issue(_op(device, "use", waits=(Lane.SEND, Lane.SECOND_STREAM)), flow)
         assert read() is None
     assert device.said == [
         "side waits for compute",
         "side: send",
-        "compute: beside",
+        "compute: second",
         "compute waits for side",
         "compute: use",
     ]

@@ -79,7 +79,7 @@ def build_executor(
     )
     executor.allow_drafts(MAX_DRAFTS)
     if captures_prompts:
-        executor.compute_shared_beside(MAX_TOKENS)
+        executor.use_second_stream(MAX_TOKENS)
     if overlaps:
         executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
     if captures:

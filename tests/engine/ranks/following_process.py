@@ -14,7 +14,7 @@ import msgspec
 
 from engine.core import PendingStep
 from engine.plan import StepPlan, StepResult
-from engine.ranks.leading import MAX_IN_FLIGHT, Follower, report_failure
+from engine.ranks.following import MAX_IN_FLIGHT, Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader
 from engine.request import Constraint
 from tests.engine.ranks.ring_ends import PATIENCE_S

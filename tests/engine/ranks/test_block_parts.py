@@ -19,9 +19,9 @@ from engine.kv.host.shared_file import FOLDER, PREFIX, name_for
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import Comm
-from engine.ranks.asides import Begin
 from engine.ranks.block_parts import BlockParts, LedMover, PartMover, RankPart
-from engine.ranks.leading import StepCounts
+from engine.ranks.rank_tasks import Begin
+from engine.ranks.step_counts import StepCounts
 from engine.request import SamplingParams
 from tests.harness.asked_ranks import AskedRanks
 from tests.harness.in_process import answer, start_engine
@@ -168,7 +168,7 @@ class Ranks:
 
 
 def _led(asked: AskedRanks, ranks: Ranks) -> LedMover:
-    return LedMover(ranks.mover(0), ranks.parts, asked.asides, StepCounts())
+    return LedMover(ranks.mover(0), ranks.parts, asked.rank_tasks, StepCounts())
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import pytest
 
 from engine.core import Executor
 from engine.errors import WorkerError
-from engine.ranks.leading import LeadingExecutor, RankEnd, RankReports
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader
+from engine.ranks.rank_reports import RankEnd, RankReports
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from tests.engine.ranks.following_process import digest_of, make_replica
 from tests.engine.ranks.ring_ends import PATIENCE_S, ROOT

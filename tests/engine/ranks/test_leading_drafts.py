@@ -9,8 +9,11 @@ from unittest.mock import ANY
 import pytest
 
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import Aside, Asides
-from engine.ranks.leading import Follower, LeadingExecutor, StepCounts
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
+from engine.ranks.rank_tasks import RankTasks
+from engine.ranks.ring_messages import RankTask
+from engine.ranks.step_counts import StepCounts
 
 
 @dataclass
@@ -152,19 +155,19 @@ def test_a_step_that_was_waited_for_has_ended_all_passes_before_it() -> None:
 def test_work_beside_steps_begins_once_the_steps_have_ended_that_the_leader_had_ended() -> None:
     """And before any step that the leader launches later."""
     line, steps, events = Line(), StepCounts(), list[str]()
-    asides = Asides(line.write, lambda number: [])
+    tasks = RankTasks(line.write, lambda number: [])
     leading = LeadingExecutor(
         Noting("step", []), line, None, compare_every=64, patience_s=1.0, steps=steps
     )  # type: ignore[arg-type]
     first, _ = leading.launch(_plan(0)), leading.launch(_plan(1))
-    asides.begin(b"at once", "host save", steps.num_ended)
+    tasks.begin(b"at once", "host save", steps.num_ended)
     first.wait()
-    asides.begin(b"later", "host save", steps.num_ended)
+    tasks.begin(b"later", "host save", steps.num_ended)
     leading.launch(_plan(2))
     leading.stop()
 
-    def begin(aside: Aside) -> None:
-        events.append(aside.work.decode())
+    def begin(task: RankTask) -> None:
+        events.append(task.work.decode())
 
     follower: Any = line
     Follower(Noting("step", events), follower, print, None, begin).run()

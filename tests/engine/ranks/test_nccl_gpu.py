@@ -12,7 +12,8 @@ from engine.clock import MonotonicClock
 from engine.engine import Engine
 from engine.errors import WorkerError
 from engine.layers.context import Comm
-from engine.ranks.comm import NcclRanks, connect_ranks
+from engine.ranks.comm import NcclRanks
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from tests.harness.in_process import answer

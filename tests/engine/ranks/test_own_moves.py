@@ -8,8 +8,8 @@ import torch
 from engine.kv.host.movers import build_mover
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
-from engine.ranks.leading import StepCounts
 from engine.ranks.own_moves import OwnBlocks
+from engine.ranks.step_counts import StepCounts
 from tests.harness.asked_ranks import AskedRanks
 
 NUM_BLOCKS = 6
@@ -27,7 +27,7 @@ def test_blocks_that_one_rank_saved_are_loaded_by_another() -> None:
     others = [blocks.follow(rank, movers[rank]).begin for rank in (1, 2)]
     before = [store.tensor.clone() for store in stores]
     with AskedRanks(others, kinds=("host save", "host load")) as asked:
-        led = blocks.lead(movers[0], asked.asides, StepCounts())
+        led = blocks.lead(movers[0], asked.rank_tasks, StepCounts())
         assert led.save([4, 1], [0, 8])() == stores[0].digest([4, 1])
         assert led.save([NUM_BLOCKS + 3], [5])() == stores[1].digest([3])
         loaded = led.begin_load()([8, 0], [2 * NUM_BLOCKS, 2 * NUM_BLOCKS + 5])

@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.errors import ConfigError, WorkerError
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.ranks import comm as rank_comm
-from engine.ranks.comm import GlooRanks, connect_ranks
+from engine.ranks.comm import GlooRanks
+from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 from tests.harness.seeds import fresh_seed

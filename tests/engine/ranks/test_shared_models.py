@@ -15,9 +15,9 @@ from engine.errors import ConfigError
 from engine.layers.context import SINGLE_RANK
 from engine.layers.schedules import (
     DECODE,
+    DUAL_STREAM,
     EXCHANGE_PROMPTS,
     SHARE_PROMPTS,
-    SHARED_BESIDE,
     bind,
 )
 from engine.models.registry import AS_PUBLISHED, WeightSource
@@ -256,7 +256,7 @@ def test_layers_whose_tokens_travel_follow_every_schedule(
     folder = _save(CASES["tokens that travel to experts, a dense layer, a shared expert"], tmp_path)
     model, _ = build_exact(folder, Rank(1, 2), source=source)
     assert model.can_capture_exchange == (source is GATHERED)
-    for schedule in (EXCHANGE_PROMPTS, DECODE, SHARE_PROMPTS, SHARED_BESIDE):
+    for schedule in (EXCHANGE_PROMPTS, DECODE, SHARE_PROMPTS, DUAL_STREAM):
         stages = bind(model.exchange_operations[:-1], schedule)
         names = [op.name for stage in stages for op in stage]
         assert names.count("combine_b") == 3

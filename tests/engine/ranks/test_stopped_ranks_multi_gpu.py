@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine.layers.context import Comm
-from engine.ranks.comm import connect_ranks
+from engine.ranks.meeting import connect_ranks
 from tests.harness.gpu_ranks import GPU_RANKS
 from tests.harness.rank_processes import RankProcesses
 

@@ -1,4 +1,4 @@
-"""Decode steps captured as two batches, and shared experts beside the others, change no bit."""
+"""Decode steps captured as two batches, and shared experts in a second stream, change no bit."""
 
 import random
 from pathlib import Path
@@ -92,18 +92,18 @@ def test_halves_of_a_graph_are_views_that_count_from_their_own_first_token() -> 
     assert np.array_equal(rows.cu_blocks, [0, 1, 3, 6, 10, 11])
 
 
-class LateBeside(InlineLanes):
-    """Computes what runs beside as late as it may."""
+class LateSecondStream(InlineLanes):
+    """Computes what is in the second stream as late as it may."""
 
     def __init__(self) -> None:
         self.num_late = 0
         self._late: list[Op] = []
 
     def issue(self, op: Op, flow: Flow) -> None:
-        if op.lane is Lane.BESIDE:
+        if op.lane is Lane.SECOND_STREAM:
             self._late.append(op)
             return
-        if Lane.BESIDE in op.waits:
+        if Lane.SECOND_STREAM in op.waits:
             self.num_late += len(self._late)
             for late in self._late:
                 late.run(flow)
@@ -112,13 +112,13 @@ class LateBeside(InlineLanes):
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV2ForCausalLM"])
-def test_a_shared_expert_beside_the_others_gives_the_same_bits(
+def test_a_shared_expert_in_a_second_stream_gives_the_same_bits(
     architecture: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path, architecture, seed=8, num_hidden_layers=3)
     model = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     drivers = [StepDriver(model, seed=2) for _ in range(3)]
-    late = LateBeside()
+    late = LateSecondStream()
     with patch("engine.runner.shared_stream.InlineLanes", lambda: late):
         forwards = SharedExpertStream(model, 1024).forward, model.forward
     found = []
@@ -143,14 +143,14 @@ def test_only_graphs_of_few_tokens_use_a_second_stream(tmp_path: Path) -> None:
             model, attention = build_exact(tmp_path, WHOLE_MODEL, captures=True)
             driver = StepDriver(model, seed=2, phased=attention)
             if max_tokens:
-                driver.executor.compute_shared_beside(max_tokens)
+                driver.executor.use_second_stream(max_tokens)
             with patch.object(
                 SharedExpertStream, "forward", autospec=True, side_effect=SharedExpertStream.forward
-            ) as beside:
+            ) as dual:
                 driver.executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=None)
-                assert beside.call_count == (3 if max_tokens else 0)  # of sizes 1, 2, 4 and 8
+                assert dual.call_count == (3 if max_tokens else 0)  # of sizes 1, 2, 4 and 8
                 found.append(decode_ahead(driver, random.Random(3)))
-                assert (beside.call_count > 3) == bool(max_tokens)
+                assert (dual.call_count > 3) == bool(max_tokens)
     assert found[0] == found[1]
 
 

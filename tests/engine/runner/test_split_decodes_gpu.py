@@ -43,10 +43,13 @@ def _driver(
     *,
     is_deterministic: bool = False,
     rule: OverlapRule | None = None,
-    max_beside: int = 0,
+    max_dual_stream: int = 0,
     comm: Comm = SINGLE_RANK,
 ) -> StepDriver:
-    """With captured decodes; rule: of which some are two batches. max_beside: see `Executor`."""
+    """With captured decodes; rule: of which some are two batches.
+
+    max_dual_stream: tokens of a step whose shared experts are in the second stream.
+    """
     driver = StepDriver(
         model,
         seed=4,
@@ -58,8 +61,8 @@ def _driver(
         sampler=LogitSampler(model, 24),
         comm=comm,
     )
-    if max_beside:
-        driver.executor.compute_shared_beside(max_beside)
+    if max_dual_stream:
+        driver.executor.use_second_stream(max_dual_stream)
     if rule is not None:
         driver.executor.overlap_two_batches(rule, threshold=0.48)
     recorder = CudaRecorder()
@@ -120,15 +123,15 @@ def test_a_shared_expert_in_a_stream_of_its_own_changes_no_bit(
     """The kernels are the same, so the bits are: a missing wait need not show at once."""
     model = _model(_save(tmp_path, architecture), is_deterministic=False)
     alone = _driver(model, "triton")
-    beside = _driver(model, "triton", max_beside=1024)
+    dual = _driver(model, "triton", max_dual_stream=1024)
     for seed in range(5):
-        assert all(map(torch.equal, _decodes(beside, seed), _decodes(alone, seed)))
+        assert all(map(torch.equal, _decodes(dual, seed), _decodes(alone, seed)))
 
 
 def test_prompt_graphs_of_few_tokens_have_the_second_stream_too(tmp_path: Path) -> None:
     model = _model(_save(tmp_path, "Qwen2MoeForCausalLM"), is_deterministic=False)
     told = []
-    for max_beside in (0, 128):
+    for max_dual_stream in (0, 128):
         driver = StepDriver(
             model,
             seed=4,
@@ -137,8 +140,8 @@ def test_prompt_graphs_of_few_tokens_have_the_second_stream_too(tmp_path: Path) 
             attention=AttentionNames(prefill="triton", decode="triton"),
             sampler=LogitSampler(model, 8),
         )
-        if max_beside:
-            driver.executor.compute_shared_beside(max_beside)
+        if max_dual_stream:
+            driver.executor.use_second_stream(max_dual_stream)
         sizes = ragged_sizes(8, 512)
         driver.executor.capture_graphs(CudaRecorder(), lambda _: None, prompts=sizes)
         for row, length in enumerate((60, 3, 200)):

@@ -1,9 +1,9 @@
-"""Work of all ranks beside their steps: rank 0 asks for it by the ring, and each other one answers.
+"""Tasks of all ranks beside their steps: rank 0 asks for them by the ring, the others answer.
 
-    rank 0     Aside: into the ring, then its own part, then waits for all answers
-    another    Aside: from the ring to the thread that steps, which waits for the steps that rank 0
-               had ended, begins the work and leaves the rest to a thread, which answers; steps go
-               on meanwhile
+    rank 0     RankTask: into the ring, then its own part, then waits for all answers
+    another    RankTask: from the ring to the thread that steps, which waits for the steps that
+               rank 0 had ended, begins the work and leaves the rest to a thread, which answers;
+               steps go on meanwhile
 
 Work that has begun is not stopped. So rank 0 waits for every answer as long as its gang lives: what
 is asked may write, and whoever asks must know that nothing can land any more. A rank that stands
@@ -17,51 +17,29 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Literal
-
-import msgspec
 
 from engine.errors import HandoffError, WorkerError
-from engine.ranks.plan_ring import MAX_REPORT_BYTES, PlanRingReader
+from engine.ranks.plan_ring import PlanRingReader
+from engine.ranks.ring_messages import RankTask, TaskAnswer, TaskKind, encode, split_report
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4  # of each kind of work
-_PART_BYTES = MAX_REPORT_BYTES - 64  # beside the rest of an `AsideAnswer`
+MAX_ERROR_CHARS = 1000
 
-# What it is: heads between workers; blocks to host memory, and from there.
-Kind = Literal["heads", "host save", "host load"]
 Work = Callable[[bytes], bytes]  # what is asked -> what comes of it
-# Called on the thread that steps; what it returns is called beside, and returns what comes of it.
+# Called on the thread that steps; returns the rest of the work, which another thread calls.
 Begin = Callable[[bytes], Callable[[], bytes]]
 
 
-class Aside(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Leader -> followers: do this beside the steps."""
-
-    number: int
-    work: bytes
-    kind: Kind = "heads"
-    num_ended: int = 0  # begin it when so many steps, of those launched, have ended here
-
-
-class AsideAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Follower -> leader: the next part of what came of it, or why nothing did."""
-
-    number: int
-    data: bytes
-    goes_on: bool
-    error: str = ""
-
-
-class AsideAnswers:
+class TaskAnswers:
     """Puts the parts of answers together. One thread adds, any may wait."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # number, rank
         self._answers: dict[int, dict[int, bytes | HandoffError]] = {}  # number -> rank -> it
 
-    def add(self, rank: int, answer: AsideAnswer) -> None:
+    def add(self, rank: int, answer: TaskAnswer) -> None:
         parts = self._parts.setdefault((answer.number, rank), [])
         parts.append(answer.data)
         if answer.goes_on:
@@ -85,7 +63,7 @@ class AsideAnswers:
         return answers
 
 
-class Asides:
+class RankTasks:
     """Rank 0's side; from any thread."""
 
     def __init__(self, write: Callable[[bytes], None], wait: Callable[[int], list[bytes]]) -> None:
@@ -106,31 +84,31 @@ class Asides:
             others = wait()
         return [answer, *others]
 
-    def begin(self, work: bytes, kind: Kind, num_ended: int = 0) -> Callable[[], list[bytes]]:
+    def begin(self, work: bytes, kind: TaskKind, num_ended: int = 0) -> Callable[[], list[bytes]]:
         """Asks the other ranks, which begin before any step that is launched later.
 
         num_ended: steps that each has to end first. The function returned waits for all answers,
         on any thread; it raises as `ask` does.
         """
         number = next(self._numbers)
-        self._write(msgspec.msgpack.encode(Aside(number, work, kind, num_ended)))
+        self._write(encode(RankTask(number, work, kind, num_ended)))
         return partial(self._wait, number)
 
 
-class NoAsides:
+class OneRankTasks:
     """Of a worker of one rank."""
 
     def ask(self, work: bytes, own: Work) -> list[bytes]:
         return [own(work)]
 
 
-class AsideThreads:
+class TaskThreads:
     """Another rank's side: does what is asked in threads of its own."""
 
     def __init__(
         self,
         ring: PlanRingReader,
-        works: Mapping[Kind, Begin],
+        works: Mapping[TaskKind, Begin],
         on_failure: Callable[[Exception], object],
     ) -> None:
         """works: of each kind that rank 0 asks for.
@@ -143,17 +121,17 @@ class AsideThreads:
         self._answering = threading.Lock()  # the parts of one answer after the other
         # Of each kind, so that a load does not wait until what was saved before it is copied.
         self._threads = {
-            kind: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"aside {kind}")
+            kind: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"rank task {kind}")
             for kind in works
         }
 
-    def begin(self, aside: Aside) -> None:
+    def begin(self, task: RankTask) -> None:
         """Called on the thread that steps; does not wait for the work."""
         try:
-            rest = self._works[aside.kind](aside.work)
+            rest = self._works[task.kind](task.work)
         except Exception as failure:  # noqa: BLE001 - as if the rest had failed
             rest = partial(_fail, failure)
-        self._threads[aside.kind].submit(self._do, aside.number, rest)
+        self._threads[task.kind].submit(self._do, task.number, rest)
 
     def _do(self, number: int, rest: Callable[[], bytes]) -> None:
         data, error = b"", ""
@@ -162,7 +140,7 @@ class AsideThreads:
         except WorkerError as failure:
             error = failure.message
         except Exception as failure:
-            logger.exception("beside the steps")
+            logger.exception("a task beside the steps")
             error = f"{type(failure).__name__}: {failure}"
         try:
             self._answer(number, data, error)
@@ -171,16 +149,13 @@ class AsideThreads:
 
     def _answer(self, number: int, data: bytes, error: str) -> None:
         with self._answering:
-            for start in range(0, max(1, len(data)), _PART_BYTES):
-                end = start + _PART_BYTES
-                part = AsideAnswer(
-                    number, data[start:end], goes_on=end < len(data), error=error[:1000]
-                )
-                self._ring.report_in_turn(msgspec.msgpack.encode(part))
+            for part_data, goes_on in split_report(data):
+                part = TaskAnswer(number, part_data, goes_on, error[:MAX_ERROR_CHARS])
+                self._ring.report_in_turn(encode(part))
 
 
-def beside(work: Work) -> Begin:
-    """Work of which nothing has to be done on the thread that steps."""
+def in_thread(work: Work) -> Begin:
+    """A task whose work is all done in a thread of its own, and none on the thread that steps."""
     return lambda asked: partial(work, asked)
 
 

@@ -12,10 +12,12 @@ import pytest
 
 from engine.errors import HandoffError, WorkerError
 from engine.plan import StepPlan, StepResult
-from engine.ranks.asides import NUM_THREADS, Aside, AsideThreads, Work, beside
-from engine.ranks.leading import Follower, LeadingExecutor, Stop
+from engine.ranks.following import Follower
+from engine.ranks.leading import LeadingExecutor
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
-from tests.harness.asked_ranks import PATIENCE_S, AskedRanks, beside_all
+from engine.ranks.rank_tasks import NUM_THREADS, TaskThreads, Work, in_thread
+from engine.ranks.ring_messages import RankTask, Stop
+from tests.harness.asked_ranks import PATIENCE_S, AskedRanks, in_threads
 
 NO_REPORTS: Any = None
 NO_ROWS = StepPlan(
@@ -36,8 +38,8 @@ def says(rank: int) -> Work:
 def test_all_ranks_answer_what_many_threads_ask_at_once() -> None:
     """Answers longer than a report, and than a slot of the ring."""
     works = [random.randbytes(random.randrange(200_000)) for _ in range(12)]
-    with AskedRanks(beside_all(says(1), says(2))) as ranks, ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda work: ranks.asides.ask(work, says(0)), works))
+    with AskedRanks(in_threads(says(1), says(2))) as ranks, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda work: ranks.rank_tasks.ask(work, says(0)), works))
     assert found == [[bytes([rank]) + work for rank in range(3)] for work in works]
 
 
@@ -51,9 +53,9 @@ def test_a_load_does_not_wait_for_saves_that_are_still_being_copied() -> None:
             assert has_loaded.wait(PATIENCE_S), "saves kept it from its thread"
         return b""
 
-    with AskedRanks(beside_all(work), kinds=("host save", "host load")) as ranks:
-        saves = [ranks.asides.begin(b"save", "host save") for _ in range(2 * NUM_THREADS)]
-        ranks.asides.begin(b"load", "host load")()
+    with AskedRanks(in_threads(work), kinds=("host save", "host load")) as ranks:
+        saves = [ranks.rank_tasks.begin(b"save", "host save") for _ in range(2 * NUM_THREADS)]
+        ranks.rank_tasks.begin(b"load", "host load")()
         assert [wait() for wait in saves] == [[b""]] * len(saves)
 
 
@@ -74,11 +76,11 @@ def test_an_error_is_raised_when_every_rank_has_ended_its_work(who: int) -> None
 
         return do
 
-    with AskedRanks(beside_all(worker(1), worker(2))) as ranks:
+    with AskedRanks(in_threads(worker(1), worker(2))) as ranks:
         with pytest.raises(HandoffError, match="no memory"):
-            ranks.asides.ask(b"fail", worker(0))
+            ranks.rank_tasks.ask(b"fail", worker(0))
         assert sum(is_over) == 2
-        assert ranks.asides.ask(b"fine", worker(0)) == [b"fine"] * 3
+        assert ranks.rank_tasks.ask(b"fine", worker(0)) == [b"fine"] * 3
 
 
 def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
@@ -89,7 +91,7 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
         may_end.wait(PATIENCE_S)
         return b""
 
-    with AskedRanks(beside_all(says(1), hang)) as ranks:
+    with AskedRanks(in_threads(says(1), hang)) as ranks:
 
         def own(_: bytes) -> bytes:
             assert begun.wait(PATIENCE_S)
@@ -97,7 +99,7 @@ def test_a_rank_that_dies_ends_the_wait_for_it() -> None:
             return b""
 
         with pytest.raises(WorkerError, match="rank 2"):
-            ranks.asides.ask(b"", own)
+            ranks.rank_tasks.ask(b"", own)
         may_end.set()
         assert [end.rank for end in ranks.ends] == [2]
 
@@ -107,9 +109,9 @@ def test_a_report_that_cannot_be_read_ends_its_rank_and_the_wait() -> None:
         ranks.readers[1].report_in_turn(b"no report")
         return b""
 
-    with AskedRanks(beside_all(garble)) as ranks:
+    with AskedRanks(in_threads(garble)) as ranks:
         with pytest.raises(WorkerError, match="rank 1: its report cannot be taken"):
-            ranks.asides.ask(b"", says(0))
+            ranks.rank_tasks.ask(b"", says(0))
         assert [(end.rank, end.is_dead) for end in ranks.ends] == [(1, False)]
 
 
@@ -127,7 +129,7 @@ def test_a_rank_that_cannot_answer_ends() -> None:
         failed.set()
 
     ring: Any = FullRing()
-    AsideThreads(ring, {"heads": beside(says(1))}, end).begin(Aside(0, b""))
+    TaskThreads(ring, {"heads": in_thread(says(1))}, end).begin(RankTask(0, b""))
     assert failed.wait(PATIENCE_S)
     assert [str(failure) for failure in failures] == ["read nothing"]
 
