@@ -363,7 +363,8 @@ class EdgeConfig(_Section, frozen=True):
     max_logit_bias: Positive = 1024  # tokens in `logit_bias`
     request_timeout_s: Seconds = 600.0  # of a request, from its arrival to its last byte
     # Of a request's body. What comes of a refused one is dropped for as long, up to eight times
-    # max_body_bytes; then its connection is closed.
+    # max_body_bytes; then its connection is closed. Of max_ongoing_requests 1/16 may be such ones;
+    # the connections of others are closed at once.
     upload_timeout_s: Seconds = 60.0
     # So long may requests under way go on when a replica is stopped; then they end with an error.
     drain_s: Seconds = 10.0

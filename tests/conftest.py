@@ -108,7 +108,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the lab: `make test-lab` runs them, when the lab has changed."""
+    """Mark the tests of the lab, which `make test-lab` runs when the lab has changed; and let a
+    time limit end the whole run where a test may wait for a GPU that never ends.
+
+    NCCL ends no operation whose peer is gone, and a process that waits for one takes no signal.
+    """
     for item in items:
         if item.path.is_relative_to(LAB):
             item.add_marker("lab")
+        if any(map(item.get_closest_marker, ("gpu", "multi_gpu"))):
+            limit = item.get_closest_marker("timeout")
+            args = () if limit is None else limit.args
+            item.add_marker(pytest.mark.timeout(*args, method="thread"), append=False)

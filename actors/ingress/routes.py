@@ -166,7 +166,10 @@ class Api:
                 expose_headers=["*"],
             )
         app.add_middleware(
-            UnreadBody, limit_s=edge.upload_timeout_s, limit_bytes=edge.max_body_bytes
+            UnreadBody,
+            limit_s=edge.upload_timeout_s,
+            limit_bytes=edge.max_body_bytes,
+            max_requests=edge.max_ongoing_requests,
         )
 
     @asynccontextmanager

@@ -332,15 +332,16 @@ class PlanRingReader:
         assert len(data) <= MAX_REPORT_BYTES, f"a report of {len(data)} bytes"
         room = select.poll()
         room.register(self._sock, select.POLLOUT)
-        until_s = time.monotonic() + self._stuck_s
-        while time.monotonic() < until_s:
-            try:
-                self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                return
-            except BlockingIOError:
-                room.poll(1e3 * self._stuck_s)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                raise RingError("the writer of the ring is dead") from error
+        for _ in range(LOOKS):
+            until_s = time.monotonic() + self._stuck_s / LOOKS
+            while (left_s := until_s - time.monotonic()) > 0.0:
+                try:
+                    self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    return
+                except BlockingIOError:
+                    room.poll(1e3 * left_s)
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise RingError("the writer of the ring is dead") from error
         raise RingError(f"the writer of the ring read nothing for {self._stuck_s:.0f} s")
 
     def beat(self) -> None:

@@ -32,7 +32,12 @@ from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
-from load_tests.lab.child_processes import exit_on_sigterm
+from load_tests.lab.child_processes import (
+    add_limit_option,
+    die_with_parent,
+    end_after,
+    exit_on_sigterm,
+)
 from load_tests.tables import render_rows
 
 logger = logging.getLogger(__name__)
@@ -148,14 +153,17 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS, metavar="NAME")
+    add_limit_option(parser)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.store is not None:
+        die_with_parent()
         measure(Rank(args.rank, args.ranks), args.store, args)
         return
     exit_on_sigterm()
+    end_after(args.limit_s)
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         command = [sys.executable, "-m", "load_tests.lab.bench_comm", *sys.argv[1:]]

@@ -37,7 +37,12 @@ from engine.ranks.meeting import connect_ranks
 from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
 from engine.ranks.step_counts import StepCounts
-from load_tests.lab.child_processes import exit_on_sigterm
+from load_tests.lab.child_processes import (
+    add_limit_option,
+    die_with_parent,
+    end_after,
+    exit_on_sigterm,
+)
 from load_tests.lab.devices import describe_device
 from load_tests.tables import render_rows
 
@@ -143,13 +148,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--room", type=int, default=1024, help="blocks of a store")
     parser.add_argument("--blocks", type=int, nargs="*", default=[8, 64, 256, 512])
+    add_limit_option(parser)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store is not None:
+        die_with_parent()
         measure(Rank(args.rank, SIZE), args.store, args)
         return
     exit_on_sigterm()
+    end_after(args.limit_s)
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         asked = ["--rank", "1", "--store", str(store)]

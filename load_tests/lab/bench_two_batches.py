@@ -53,7 +53,12 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.overlap_rule import H200, OverlapCosts, layer_costs
 from engine.runner.overlap_trials import SPLIT, WHOLE, TimedLanes
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
-from load_tests.lab.child_processes import exit_on_sigterm
+from load_tests.lab.child_processes import (
+    add_limit_option,
+    die_with_parent,
+    end_after,
+    exit_on_sigterm,
+)
 from load_tests.lab.pinned_routing import build_pinned
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import render_rows
@@ -334,6 +339,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for name in ("--board", "--name"):
         parser.add_argument(name, help=argparse.SUPPRESS)
+    add_limit_option(parser)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
@@ -374,9 +380,11 @@ def main() -> None:
     level = logging.INFO if args.rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(relativeCreated)6d ms %(message)s")
     if args.rank > 0:
+        die_with_parent()
         run(args, args.board, args.name)
         return
     exit_on_sigterm()
+    end_after(args.limit_s)
     print(run_beside(args, lambda board, name: run(args, board, name)))
 
 

@@ -7,7 +7,9 @@ ended and its temporary folders are removed. One that is killed can do nothing: 
 children.
 """
 
+import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -15,6 +17,19 @@ from collections.abc import Sequence
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def add_limit_option(parser: argparse.ArgumentParser) -> None:
+    """For `end_after`."""
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of the whole run")
+
+
+def end_after(limit_s: float) -> None:
+    """This process ends then wherever it stands, with the stacks of its threads.
+
+    A rank whose peer is gone waits for its GPU for ever, and takes no signal meanwhile.
+    """
+    faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
 def exit_on_sigterm() -> None:

@@ -2,7 +2,8 @@
 
 Each says that it is ready and waits, idle and with every thread of it running, until a file exists:
 whoever starts them makes the file when nobody else measures. A bench that is stopped with SIGSTOP
-instead may die when it goes on, because NCCL's watchdog counts the time of the stop.
+instead may die when it goes on: the deadlines of other engines, NCCL's watchdog among them, count
+the time of the stop.
 """
 
 import argparse

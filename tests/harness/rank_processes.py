@@ -4,8 +4,12 @@ They are forked from a server that has imported torch once, so that more ranks c
 """
 
 import gc
+import os
+import select
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +49,9 @@ class RankProcesses:
         for index in range(1, self._size):
             ours, theirs = FORKS.Pipe()
             process = FORKS.Process(
-                target=_serve, args=(theirs, Rank(index, self._size), *self._given), daemon=True
+                target=_serve,
+                args=(theirs, os.getpid(), Rank(index, self._size), *self._given),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -148,7 +154,15 @@ def _connect(rank: Rank, path: str, kind: str) -> Comm:
     return StagedRanks(comm) if kind == STAGED else comm
 
 
-def _serve(connection: Connection, rank: Rank, path: str, device: str) -> None:
+def _end_with(pid: int) -> None:
+    """Ends this process after another, though it waits for a GPU that never ends."""
+    with suppress(ProcessLookupError):  # it has ended
+        select.select([os.pidfd_open(pid)], [], [])
+    os._exit(1)
+
+
+def _serve(connection: Connection, tests_pid: int, rank: Rank, path: str, device: str) -> None:
+    threading.Thread(target=_end_with, args=(tests_pid,), daemon=True).start()
     torch.set_num_threads(1)
     _parent.append(connection)
     comm = _connect(rank, path, device)

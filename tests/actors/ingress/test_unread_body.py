@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 
-from actors.ingress.unread_body import READ_TIMES
+from actors.ingress.unread_body import READ_TIMES, WAITING_SHARE
 from tests.actors.ingress.edge_app import edge_app
 
 LIMIT = 2**21  # bytes of a body
@@ -29,9 +29,10 @@ Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(upload_timeout_s: float) -> AsyncIterator[int]:
-    """Yields the port of an ingress."""
-    overrides = {"edge.upload_timeout_s": upload_timeout_s, "edge.max_body_bytes": LIMIT}
+async def serving(upload_timeout_s: float, **more: int) -> AsyncIterator[int]:
+    """Yields the port of an ingress; more: settings of its edge."""
+    edge = {"upload_timeout_s": upload_timeout_s, "max_body_bytes": LIMIT} | more
+    overrides = {f"edge.{name}": value for name, value in edge.items()}
     config = uvicorn.Config(edge_app(KEYS | overrides).app, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -120,3 +121,24 @@ def test_a_body_that_came_whole_leaves_the_connection_open() -> None:
             await reader.readexactly(int(num_bytes))
 
     run(client, upload_timeout_s=PATIENCE_S)
+
+
+def test_who_has_no_key_cannot_take_all_places_by_bodies_that_never_come() -> None:
+    async def main() -> None:
+        refused = headers(b"POST /v1/completions", b"Bearer another", ENDLESS)
+        async with (
+            serving(PATIENCE_S, max_ongoing_requests=2 * WAITING_SHARE) as port,
+            asyncio.timeout(PATIENCE_S / 2),
+        ):
+            clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for reader, writer in clients:
+                writer.write(refused)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 401 ")
+            for reader, _ in clients[2:]:
+                await reader.read()  # to the end: the connection is closed
+            assert not any(reader.at_eof() for reader, _ in clients[:2])
+            for _, writer in clients:
+                writer.close()
+
+    asyncio.run(main())

@@ -315,3 +315,31 @@ def test_a_writer_that_was_stopped_gives_readers_time_to_go_on(
         monkeypatch.setattr(plan_ring, "time", _Stops(reader.read))
         ring.write(b"more than the ring has room for")
         assert [reader.read() for _ in range(NUM_SLOTS)][-1] == b"more than the ring has room for"
+
+
+class _StopsAtLook:
+    """A clock of a process that is stopped while it looks for the third time."""
+
+    def __init__(self, on_next_look: Callable[[], object]) -> None:
+        self._num_looks = 0
+        self._on_next_look = on_next_look
+
+    def monotonic(self) -> float:
+        self._num_looks += 1
+        if self._num_looks == 4:
+            self._on_next_look()
+        return 0.0 if self._num_looks < 3 else 100 * PATIENCE_S
+
+
+def test_a_reader_that_was_stopped_gives_the_writer_time_to_read_its_reports(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_process(name, STUCK_S) as (ring, reader):
+        with suppress(BlockingIOError):
+            while True:
+                reader._sock.send(bytes(50_000))
+        monkeypatch.setattr(plan_ring, "time", _StopsAtLook(ring.wait_reports))
+        reader.report_in_turn(b"the last one")
+        told: list[bytes | None] = []
+        while b"the last one" not in told:
+            told += [report for _, report in ring.wait_reports(PATIENCE_S)]
