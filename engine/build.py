@@ -90,11 +90,11 @@ def build_engine(
         holds = _overlaps(config)
         drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
+        max_model_len = context_length(config, spec, store.num_blocks)
         stores = _share_stores(comm, role, folder, store)
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, folder, store, comm, measured.num_staged)
     _forget_counts(executor, compilations)
-    max_model_len = context_length(config, spec, store.num_blocks)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
     cache = _build_caches(config, store.num_blocks, tiers)
     hasher = RequestHasher.of_blocks(key, model_fingerprint, folder.layout)

@@ -175,12 +175,14 @@ class EngineHost:
 
     @property
     def running(self) -> Running:
-        """Raises WorkerError while the model is still loading."""
+        """Raises WorkerError while the model is still loading, and if it cannot be loaded."""
         if self._running is None:
-            raise self._still_loading()
+            raise self._not_running()
         return self._running
 
-    def _still_loading(self) -> WorkerError:
+    def _not_running(self) -> WorkerError:
+        if self._failure is not None:
+            return WorkerError(f"{self.name} cannot start: {self._failure}")
         return WorkerError(f"{self.name} is still loading its model")
 
     @property
@@ -211,7 +213,7 @@ class EngineHost:
         A client regards a worker whose stream it reads as ready for work.
         """
         if self._running is None:
-            raise self._still_loading()
+            raise self._not_running()
         return self.streams.read(ingress_id)
 
     def acknowledge(self, client_id: str, step_seq: int) -> None:
@@ -307,11 +309,15 @@ class EngineHost:
             raise self._ranks.cause_of(error) from error
 
     def _begin(self, engine: "Engine") -> None:
-        """Lets the loaded engine run; on the actor's event loop, without a pause."""
-        try:
-            self.connector = self._make_connector(self, engine)
-        except Exception as error:  # noqa: BLE001 - kept for the supervisor
-            self._cannot_start(error)
+        """Lets the loaded engine run; on the actor's event loop, without a pause.
+
+        One that cannot start, or whose other ranks could not, leaves the host tier: its process
+        lives on to say why.
+        """
+        if self._failure is None:
+            self._connect(engine)
+        if self._failure is not None:
+            engine.close()
             return
         self._wrap_executors(engine)
         if engine.executor.expert_loads is not None:
@@ -329,6 +335,12 @@ class EngineHost:
         self._running = Running(engine=engine, thread=thread, requests=requests)
         thread.start()
         StallWatch(self.config.workers.stall_s, lambda: thread.turn, self._on_stall).start()
+
+    def _connect(self, engine: "Engine") -> None:
+        try:
+            self.connector = self._make_connector(self, engine)
+        except Exception as error:  # noqa: BLE001 - kept for the supervisor
+            self._cannot_start(error)
 
     def _wrap_executors(self, engine: "Engine") -> None:
         """Lets the other ranks take part in steps, passes and moves; then puts faults around."""

@@ -69,6 +69,6 @@ class WorkerActor:
     def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
         """Yields encoded StepMessages for one client, for as long as it reads.
 
-        Raises WorkerError while the model is still loading.
+        Raises WorkerError as `EngineHost.running` does.
         """
         return self._host.read(ingress_id.decode())

@@ -142,11 +142,14 @@ def test_a_machine_without_room_is_told_before_the_first_request() -> None:
         start_engine(cache__host_gib=2.0**30, **SIZES)
 
 
-def test_a_build_that_fails_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ConfigError("cannot lock memory")
+@pytest.mark.parametrize("part", ["build_host_tier.share_arena", "build.context_length"])
+def test_a_build_that_fails_leaves_no_arena(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that memory cannot be locked, or that the cache is too small for a context."""
 
-    monkeypatch.setattr("engine.build_host_tier.share_arena", refuse)
-    with pytest.raises(ConfigError, match="cannot lock memory"):
+    def refuse(*_: object) -> None:
+        raise ConfigError("there is too little of it")
+
+    monkeypatch.setattr(f"engine.{part}", refuse)
+    with pytest.raises(ConfigError, match="there is too little of it"):
         start_engine(block_key=KEY, cache__host_gib=0.01, **SIZES)
     assert not (FOLDER / f"{PREFIX}{name_for(KEY)}").exists()

@@ -1,7 +1,6 @@
 """A worker without Ray around it, whose grace is over while a request runs."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ import ray
 from msgspec import structs
 
 from actors.lifecycle.deployment import describe_deployment
-from actors.observability.logs import ROOMS
 from actors.worker import engine_host
 from actors.worker.engine_host import EngineHost
 from actors.worker.kv_connector import KvConnector
@@ -20,6 +18,7 @@ from configs.schema import AppConfig
 from engine.errors import CapacityError, RequestError
 from engine.messages import StepMessage, Submit, WorkerLimits, decode
 from engine.request import RequestKey, RequestSpec, SamplingParams
+from tests.actors.worker.process_logging import kept_logging
 
 INGRESS = "ingress-0"
 PROMPT = [5, 6, 7, 8, 9]
@@ -29,12 +28,8 @@ OVERRIDES = {"lifetimes.supervisor_silence_s": 1e6, "cache.num_blocks": 64}
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """A worker sets up the logging of its process; here that is the tests'."""
-    loggers = [logging.getLogger(room) for room in ROOMS]
-    before = [(lg.handlers, lg.level, lg.propagate) for lg in loggers]
-    yield
-    for lg, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        lg.handlers, lg.level, lg.propagate = handlers, level, propagate
+    with kept_logging():
+        yield
 
 
 @dataclass
