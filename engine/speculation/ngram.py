@@ -110,12 +110,12 @@ class GramIndex:
         if place < self.end:
             self._index(place)
 
-    def _index(self, place: int) -> None:
-        """Enter the places from `place` to the end."""
+    def _index(self, first: int) -> None:
+        """Enter the places from `first` to the end."""
         newest, before, mask = self._newest, self._before, self._mask
-        gram = self._gram_before(place)
+        gram = self._gram_before(first)
         append = before.append
-        for place, token_id in enumerate(self._tokens[place - self._offset :], place):  # noqa: B020
+        for place, token_id in enumerate(self._tokens[first - self._offset :], first):
             append(newest.get(gram, NONE))
             newest[gram] = place
             gram = (gram << ID_BITS | token_id) & mask

@@ -124,6 +124,20 @@ def test_a_prompt_of_ids_has_the_same_hashes_wherever_they_are_made(
     assert len(batcher.asked) == (num_tokens > FEW)
 
 
+def test_an_encoder_measures_a_rendering_unless_its_template_refuses(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_s = encoder.rendering_s()
+    assert measured_s is not None
+    assert measured_s > 0.0
+
+    def refuse(_: object) -> str:
+        raise RequestError("two messages of one role")
+
+    monkeypatch.setattr(encoder._chat_template, "render", refuse)
+    assert encoder.rendering_s() is None
+
+
 @pytest.mark.parametrize(
     ("num_chars", "where"),
     [
