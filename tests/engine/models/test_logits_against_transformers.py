@@ -257,7 +257,7 @@ def test_bfloat16_is_no_further_from_fp32_than_transformers_in_bfloat16(
     save_model(tmp_path, architecture, seed=seed, dtype=torch.bfloat16, **settings)
     ours, theirs = errors_in_bfloat16(tmp_path, seed)
     assert_no_further_than(theirs, ours)
-    # One logit may be out by chance: 1.4 times as far was the most of 180 models.
+    # One logit may be out by chance: 1.7 times as far was the most of 240 models.
     our_worst, their_worst = ours.abs().max(), theirs.abs().max()
     assert our_worst <= 3 * their_worst, f"ours {our_worst}, theirs {their_worst}"
 
