@@ -46,12 +46,26 @@ LIFETIMES = {
 }
 
 
-def wait_until(holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Look until it is so; fails, saying what was awaited, when patience ends."""
+def wait_until(
+    holds: Callable[[], bool], what: str | Callable[[], str], patience_s: float = PATIENCE_S
+) -> None:
+    """Look until it is so; fails, saying what was awaited, when patience ends.
+
+    what: a function is called then, and so can say what there is instead.
+    """
     deadline_s = time.monotonic() + patience_s
     while not holds():
-        assert time.monotonic() < deadline_s, f"not within {patience_s} s: {what}"
+        assert time.monotonic() < deadline_s, f"not within {patience_s} s: {_text_of(what)}"
         time.sleep(CHECK_EVERY_S)
+
+
+def _text_of(what: str | Callable[[], str]) -> str:
+    if isinstance(what, str):
+        return what
+    try:
+        return what()
+    except Exception as error:  # noqa: BLE001 - what was awaited must be told in any case
+        return f"{error!r} when asked what there is"
 
 
 def free_port() -> int:
@@ -159,10 +173,13 @@ class Application:
         return num_ranks * num_rows  # each rank has as many
 
     def wait_quiet(self) -> None:
-        wait_until(self.is_quiet, f"{self.name} holds nothing: {self.statistics()}")
+        wait_until(self.is_quiet, lambda: f"{self.name} holds nothing: {self.statistics()}")
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/ready")[0] == 200, f"{self.name} is ready")
+        wait_until(
+            lambda: self.get("/ready")[0] == 200,
+            lambda: f"{self.name} is ready; it says {self.get('/ready')}",
+        )
 
     def wait_loaded(self) -> None:
         """Until every worker has loaded its model: with one of each role it is ready."""

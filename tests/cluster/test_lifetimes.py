@@ -195,7 +195,7 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     assert again.hash != application.hash
     wait_until(
         lambda: all(name.endswith(again.hash) for name in again.actors()),
-        f"gone: {old}; there are {again.actors()}",
+        lambda: f"gone: {old}; there are {again.actors()}",
         PATIENCE_S + SILENCE_S,
     )
     assert len(again.actors()) == len(old)
@@ -212,7 +212,11 @@ def test_nothing_outlives_an_application_deleted_under_load(
     with Load(application, max_tokens=LONG) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
-        wait_until(lambda: not named_actors(NAME), "no actor is left", PATIENCE_S + SILENCE_S)
+        wait_until(
+            lambda: not named_actors(NAME),
+            lambda: f"no actor is left; there are {named_actors(NAME)}",
+            PATIENCE_S + SILENCE_S,
+        )
         assert not supervisors()
     wait_until(lambda: not worker_groups(NAME), "no place is left")
     num_returned = num_places * NUM_CPUS
