@@ -31,6 +31,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "demo_model" / "laps-demo"
 PATIENCE_S = 60.0
+START_S = 180.0  # of all processes of an application, on a machine that is busy with other things
 CHECK_EVERY_S = 0.05
 ANSWER_S = 10.0  # an actor that exists
 NUM_LOOKS = 5
@@ -191,7 +192,8 @@ class Application:
                 return False
             return True
 
-        wait_until(have_loaded, f"all workers of {self.name} have loaded their models")
+        what = f"all workers of {self.name} have loaded their models"
+        wait_until(have_loaded, what, START_S)
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a GET."""

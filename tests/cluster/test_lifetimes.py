@@ -18,7 +18,14 @@ from ray.util import list_named_actors
 from actors.lifecycle.liveness import exit_for_good
 from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
 from engine.messages import WorkerStatus, encode
-from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster, named_actors, wait_until
+from load_tests.testbed.deployed import (
+    PATIENCE_S,
+    START_S,
+    Application,
+    Cluster,
+    named_actors,
+    wait_until,
+)
 from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -186,7 +193,8 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
         ThreadPoolExecutor(1) as thread,
     ):
         redeploy = thread.submit(deployed.redeploy, REDEPLOYED)
-        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        # The new application starts first.
+        wait_until(lambda: is_draining(decode), "the old decode worker drains", START_S)
         os.kill(before[decode], signal.SIGKILL)
         wait_until(lambda: lives_anew(before), "it lives again")
         again = redeploy.result()

@@ -20,11 +20,10 @@ import yaml
 
 from configs.errors import ConfigFileError
 from engine.errors import ConfigError
-from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
+from load_tests.testbed.deployed import MODEL, ROOT, START_S, free_port, wait_until
 from serve_app import build
 
 SERVE = Path(sys.executable).with_name("serve")
-START_S = 180.0  # a cold start on a machine that is busy with other things
 GONE_S = 60.0
 NUM_STREAMS = 4
 
