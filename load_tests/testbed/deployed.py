@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import random
 import socket
@@ -145,9 +146,9 @@ class Application:
             for name in self.workers()
         }
 
-    def call_in_workers(self, function: Callable[[object], T]) -> dict[str, T]:
+    def call_in_workers(self, function: Callable[[Any], T], role: str = "") -> dict[str, T]:
         """Calls a function in the process of each worker, with its actor; returns the results."""
-        calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers()}
+        calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers(role)}
         return dict(zip(calls, ray.get(list(calls.values()), timeout=PATIENCE_S), strict=True))
 
     def call_in_replicas(self, function: Callable[[object], T]) -> list[T]:
@@ -200,6 +201,18 @@ class Application:
         headers = {"Authorization": f"Bearer {self.api_key}"}
         answer = httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE_S)
         return answer.status_code, answer.text
+
+    def laps_status(self) -> dict[str, Any]:
+        """What the allocator knows. Waits for it: the page is a 503 while it does not answer."""
+        said: list[tuple[int, str]] = []
+
+        def has_answered() -> bool:
+            said[:] = [self.get("/laps_status")]
+            return said[0][0] == 200
+
+        wait_until(has_answered, lambda: f"the allocator of {self.name} answers; last {said}")
+        status: dict[str, Any] = json.loads(said[0][1])
+        return status
 
     @contextmanager
     def stream(self, prompt: str | list[int], **params: Any) -> Iterator[Iterator[int]]:

@@ -38,7 +38,7 @@ def test_requests_of_both_classes_are_counted_and_timed(disaggregated: Applicati
     assert {name: after[name] - before[name] for name in after} == {"short": 3, "long": 1}
     timed = _classes(disaggregated, "laps_time_to_first_token_seconds_count")
     assert {name: timed[name] - timed_before[name] for name in timed} == {"short": 3, "long": 1}
-    status = httpx.get(f"{disaggregated.url}/laps_status", timeout=PATIENCE_S).json()
+    status = disaggregated.laps_status()
     assert {name: status["ttft"][name]["num"] for name in timed} == timed
     assert 0 < status["ttft"]["short"]["p50_s"] <= status["ttft"]["short"]["p90_s"] < 30
     assert len(status["reports"]) == 4

@@ -155,7 +155,7 @@ def test_actors_gone_for_good_and_a_killed_one_come_back_to_their_places_and_mee
     assert len(before) == 5, f"two workers, tokenizer, allocator and rendezvous: {before}"
     os.kill(before[prefill], signal.SIGKILL)
     kill_for_good(name for name in before if name != prefill)
-    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}")
+    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}", START_S)
     application.wait_ready()
     assert places(application) == places_before
     assert application.complete("import os") == expected
@@ -208,7 +208,7 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     )
     assert len(again.actors()) == len(old)
     wait_until(lambda: set(worker_groups(NAME)) == set(again.workers()), "no old place is left")
-    assert len(supervisors()) == 1
+    wait_until(lambda: len(supervisors()) == 1, lambda: f"one is left of {supervisors()}")
     blocks = {seen["blocks"] for seen in again.statistics().values()}
     assert blocks == {REDEPLOYED["cache.num_blocks"]}
 
