@@ -45,7 +45,8 @@ def test_requests_of_both_classes_are_counted_and_timed(disaggregated: Applicati
 
 
 def test_the_pools_are_in_the_metrics(disaggregated: Application) -> None:
-    assert disaggregated.metric("laps_pool_workers") == 2
+    # Without them while the allocator does not answer.
+    wait_until(lambda: disaggregated.metric("laps_pool_workers") == 2, "the pools are known")
     assert disaggregated.metric("laps_pool_moves_total") == 0
     wait_until(lambda: disaggregated.metric("laps_pool_pending_seconds") == 0, "nothing is queued")
 
