@@ -112,14 +112,15 @@ def is_dead(actor: Any) -> bool:
 
 def test_a_crashed_worker_restarts_in_its_group(namespace: str) -> None:
     started = start(PAIR, namespace)
+    pids = {name: ask(actor, "pid") for name, actor in started.items()}
+    before = worker_groups(namespace)  # both have their nodes
     name, actor = next(iter(started.items()))
-    before, pid = worker_groups(namespace), ask(actor, "pid")
     with pytest.raises(ray.exceptions.RayActorError):
         ask(actor, "crash")
 
     def is_back() -> bool:
         try:
-            return bool(ask(actor, "pid") != pid)
+            return bool(ask(actor, "pid") != pids[name])
         except ray.exceptions.RayActorError:
             return False
 
