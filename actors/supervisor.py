@@ -182,6 +182,13 @@ class Supervisor:
         from actors import remote_classes  # the actor classes import more than this actor needs
 
         spec = self._spec
+        # The rendezvous first: without it, nobody would give back the places of those that follow.
+        for name, cls in (
+            (rendezvous_name(spec.hash), remote_classes.RendezvousCls),
+            (allocator_name(spec.hash), remote_classes.LapsAllocatorCls),
+        ):
+            if name not in names:
+                create_actor(cls, service_options(spec, name), spec, name)
         staying = self._crew.staying
         missing = {name: role for name, role in staying.items() if name not in names}
         bundle, num_ranks = worker_bundle(spec.config), spec.config.workers.num_ranks
@@ -193,12 +200,6 @@ class Supervisor:
             if name not in names:
                 options = service_options(spec, name)
                 create_actor(remote_classes.TokenizerBatcherCls, options, spec, name)
-        for name, cls in (
-            (allocator_name(spec.hash), remote_classes.LapsAllocatorCls),
-            (rendezvous_name(spec.hash), remote_classes.RendezvousCls),
-        ):
-            if name not in names:
-                create_actor(cls, service_options(spec, name), spec, name)
 
     async def _check_worker(self, name: str) -> None:
         """Sends a worker a heartbeat and keeps its status."""

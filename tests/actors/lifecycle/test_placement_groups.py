@@ -141,14 +141,23 @@ def test_the_group_of_a_worker_gone_for_good_is_adopted_by_the_next(namespace: s
     assert worker_groups(namespace) == before
 
 
-def test_a_worker_that_hears_nobody_gives_its_device_back(namespace: str) -> None:
+def test_a_worker_that_hears_nobody_ends_for_good_before_its_device_is_given_back(
+    namespace: str,
+) -> None:
+    """In the other order Ray may start it anew, in a group that is gone."""
     started = start(PAIR, namespace)
     for actor in started.values():
         ask(actor, "pid")
-    for actor in started.values():
-        actor.fall_silent.remote()
-    wait_until(lambda: not worker_groups(namespace), "no group is left")
-    wait_until(lambda: not actors(namespace), "no worker is left")
+    gone, stays = PAIR
+    started[gone].fall_silent.remote()
+    wait_until(lambda: actors(namespace) == {stays}, f"{gone} is gone")
+    assert set(worker_groups(namespace)) == set(PAIR)
+    assert not remove_unused(namespace, HASH), "one still works in its place"
+    assert set(worker_groups(namespace)) == {stays}
+    started[stays].fall_silent.remote()
+    wait_until(lambda: remove_unused(namespace, HASH), "nobody is in a place")
+    assert not actors(namespace)
+    assert not worker_groups(namespace)
     wait_until(lambda: free_gpus() == NUM_GPUS, "the devices are free")
 
 
