@@ -10,7 +10,7 @@ from ray import serve
 from actors.supervisor import INGRESS_SILENCE_S
 from load_tests.testbed.deployed import PATIENCE_S, Cluster, actor_pid, named_actors, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.nightly]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 NAME = "forgotten"
 DEPLOYED: dict[str, object] = {"workers.unified": 1, "workers.num_cpus": 0.1, "edge.drain_s": 30.0}
