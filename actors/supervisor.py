@@ -60,8 +60,9 @@ T = TypeVar("T")
 
 STARTING = WorkerStatus(identity=None, state="starting")  # of a worker that does not answer
 STARTING_PERIOD_S = 0.2  # while workers load, so that readiness is noticed soon
-# Of all ingresses, which ask twice a second; Serve replaces one within a minute.
-INGRESS_SILENCE_S = 120.0
+# Of all ingresses, which ask twice a second. Serve replaces one within a minute; a machine on which
+# everything starts at once may take longer until the first one asks.
+INGRESS_SILENCE_S = 300.0
 EXIT_FAILED = 70  # EX_SOFTWARE
 WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
 
