@@ -14,6 +14,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # As this process is: Ray would put its workers at 15, near the tests without Ray that give way.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# As under `serve run` (configs/process_environment.py): on a busy machine a proxy starts slowly.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20")
 
 import pytest
 from hypothesis import core, settings

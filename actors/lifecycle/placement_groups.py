@@ -254,6 +254,20 @@ def remove_groups(groups: Iterable[WorkerGroup], namespace: str) -> None:
         remove_placement_group(group.handle)
 
 
+def end_lost(workers: Iterable[str], namespace: str) -> None:
+    """End those workers whose group is gone, for good, so that the supervisor creates them anew.
+
+    workers: had an actor before this call, and answer nothing. Ray would let one that does not run
+    yet, because it was just created or restarts, wait for its group for ever.
+    """
+    groups = worker_groups(namespace)
+    for worker in workers:
+        if worker not in groups:
+            logger.warning("%s waits in a place that is gone: it is ended", worker)
+            with suppress(ValueError):  # it has just ended by itself
+                ray.kill(ray.get_actor(worker, namespace), no_restart=True)
+
+
 def unused_groups(groups: Mapping[str, WorkerGroup], actors: Iterable[str]) -> list[WorkerGroup]:
     """Returns groups whose worker never got a node, then groups without a worker.
 

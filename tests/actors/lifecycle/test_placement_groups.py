@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import ray
 from ray.util import list_named_actors
+from ray.util.placement_group import remove_placement_group
 
 from actors.lifecycle.placement_groups import (
     WorkerGroup,
+    end_lost,
     hold_places,
     remove_groups,
     remove_unused,
@@ -58,7 +60,12 @@ def actors(namespace: str) -> set[str]:
 def start(roles: Mapping[str, Role], namespace: str) -> dict[str, Any]:
     """As the supervisor does: create what has no actor yet."""
     missing = set(roles) - actors(namespace)
-    places = hold_places(roles, missing, namespace, BUNDLE)
+    return create(missing, namespace, hold_places(roles, missing, namespace, BUNDLE))
+
+
+def create(
+    names: Iterable[str], namespace: str, places: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     options: dict[str, Any] = {
         "namespace": namespace,
         "lifetime": "detached",
@@ -67,7 +74,7 @@ def start(roles: Mapping[str, Role], namespace: str) -> dict[str, Any]:
         "num_gpus": BUNDLE["GPU"],
     }
     cls = ray.remote(Worker)
-    return {n: cls.options(name=n, **options, **places[n]).remote() for n in missing}
+    return {n: cls.options(name=n, **options, **places[n]).remote() for n in names}
 
 
 def ask(actor: Any, method: str, *args: object) -> Any:
@@ -140,6 +147,24 @@ def test_the_group_of_a_worker_gone_for_good_is_adopted_by_the_next(namespace: s
     assert again == gone
     ask(successor, "pid")
     assert worker_groups(namespace) == before
+
+
+def test_a_worker_created_in_a_place_that_is_gone_makes_way_for_one_that_has_a_place(
+    namespace: str,
+) -> None:
+    """Ray lets the first wait for ever, and an actor that waits is not created again."""
+    lost, stays = PAIR
+    places = hold_places(PAIR, PAIR, namespace, BUNDLE)
+    remove_placement_group(worker_groups(namespace)[lost].handle)
+    started = create(PAIR, namespace, places)
+    ask(started[stays], "pid")
+    end_lost(PAIR, namespace)
+    assert actors(namespace) == {stays}
+    [(again, successor)] = start(PAIR, namespace).items()
+    assert again == lost
+    ask(successor, "pid")
+    end_lost(PAIR, namespace)
+    assert actors(namespace) == set(PAIR)
 
 
 def test_a_worker_that_hears_nobody_ends_for_good_before_its_device_is_given_back(
