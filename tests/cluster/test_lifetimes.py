@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.lifecycle.liveness import exit_for_good
 from actors.lifecycle.placement_groups import WorkerGroup, remove_groups, worker_groups
+from actors.remote_classes import WORKERS
 from engine.messages import WorkerStatus, encode
 from load_tests.testbed.deployed import (
     PATIENCE_S,
@@ -130,7 +131,7 @@ def standing_still(process: int) -> Iterator[None]:
 
 
 def create_without_place(worker: str, place: WorkerGroup) -> None:
-    """Ends a worker and its place for good; then creates one of its name there.
+    """Ends a decode worker and its place for good; then creates one of its name there.
 
     As when the place is given back in the name of a deployment that has just been started again.
     """
@@ -144,8 +145,7 @@ def create_without_place(worker: str, place: WorkerGroup) -> None:
         "max_restarts": -1,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(place.handle, 0),
     }
-    cls: Any = FreezesWhenDrained
-    cls.options(**options).remote()
+    WORKERS["decode"].options(**options).remote(None, worker, "decode")  # nobody runs it
 
 
 def lives_anew(before: dict[str, int]) -> bool:
