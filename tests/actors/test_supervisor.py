@@ -5,6 +5,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import ray
+from ray import serve
 
 from actors import supervisor
 from actors.lifecycle.deployment import describe_deployment
@@ -24,9 +26,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor without Ray, whose lifeline the test looks at by itself."""
     context = SimpleNamespace(get_actor_name=lambda: "supervisor")
     monkeypatch.setattr(supervisor, "set_up_logging", lambda: None)
-    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(
-        supervisor.serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")
+        serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")
     )
     monkeypatch.setattr(Supervisor, "_watch", watch_nothing)
     monkeypatch.setattr(supervisor, "_exit_without_watcher", lambda _: None)
