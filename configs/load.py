@@ -1,7 +1,8 @@
 """From a YAML file, overrides and the environment to one `AppConfig`.
 
-The only module that reads the environment or YAML. It knows the schema's rules; it does not know
-what any setting does.
+The only module that reads the LAPS_ variables and a configuration's YAML; what Ray's and Serve's
+variables say is read in process_environment.py. It knows the schema's rules; it does not know what
+any setting does.
 """
 
 import math
