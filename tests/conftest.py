@@ -101,11 +101,17 @@ def pytest_fixture_setup(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show with each test that fails how it is repeated."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with each test that fails how it is repeated, and what became of its actors."""
     report = yield
     if report.failed:
         report.sections.append(("random inputs", f"TEST_SEED={TEST_SEED}"))
+    if report.failed and "local_ray" in getattr(item, "fixturenames", ()):
+        from load_tests.testbed.actor_states import describe_actors  # imports Ray
+
+        report.sections.append(("actors of Ray", describe_actors(call.start)))
     return report
 
 
