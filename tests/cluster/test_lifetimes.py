@@ -8,17 +8,28 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
 from ray.util import list_named_actors
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.lifecycle.liveness import exit_for_good
-from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
+from actors.lifecycle.placement_groups import WorkerGroup, remove_groups, worker_groups
+from actors.remote_classes import WORKERS
 from engine.messages import WorkerStatus, encode
-from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster, named_actors, wait_until
+from load_tests.testbed.deployed import (
+    PATIENCE_S,
+    START_S,
+    Application,
+    Cluster,
+    actor_pid,
+    named_actors,
+    wait_until,
+)
 from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -110,6 +121,33 @@ def kill_for_good(names: Iterable[str]) -> None:
         ray.kill(ray.get_actor(name, NAME), no_restart=True)
 
 
+@contextmanager
+def standing_still(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def create_without_place(worker: str, place: WorkerGroup) -> None:
+    """Ends a decode worker and its place for good; then creates one of its name there.
+
+    As when the place is given back in the name of a deployment that has just been started again.
+    """
+    remove_groups([place], NAME)
+    wait_until(lambda: worker not in named_actors(NAME), f"{worker} is gone")
+    options: dict[str, Any] = {
+        "name": worker,
+        "namespace": NAME,
+        "lifetime": "detached",
+        "num_cpus": NUM_CPUS,
+        "max_restarts": -1,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(place.handle, 0),
+    }
+    WORKERS["decode"].options(**options).remote(None, worker, "decode")  # nobody runs it
+
+
 def lives_anew(before: dict[str, int]) -> bool:
     """Whether every one of these actors exists again, as another process, and answers."""
     try:
@@ -142,15 +180,18 @@ def free_cpus() -> float:
 def test_actors_gone_for_good_and_a_killed_one_come_back_to_their_places_and_meet(
     application: Application,
 ) -> None:
+    """But for one that was created in a place that is gone: it gets another one."""
     expected, places_before = application.complete("import os"), places(application)
-    [prefill] = application.workers("prefill")
+    [prefill], [decode] = application.workers("prefill"), application.workers("decode")
     before = pids(application.actors())
     assert len(before) == 5, f"two workers, tokenizer, allocator and rendezvous: {before}"
+    with standing_still(actor_pid(application.supervisor(), "serve")):
+        create_without_place(decode, places_before.pop(decode))
     os.kill(before[prefill], signal.SIGKILL)
-    kill_for_good(name for name in before if name != prefill)
-    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}")
+    kill_for_good(name for name in before if name not in (prefill, decode))
+    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}", START_S)
     application.wait_ready()
-    assert places(application) == places_before
+    assert places(application).items() >= places_before.items()
     assert application.complete("import os") == expected
     assert num_received(application) > 0
     application.wait_quiet()
@@ -186,7 +227,8 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
         ThreadPoolExecutor(1) as thread,
     ):
         redeploy = thread.submit(deployed.redeploy, REDEPLOYED)
-        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        # The new application starts first.
+        wait_until(lambda: is_draining(decode), "the old decode worker drains", START_S)
         os.kill(before[decode], signal.SIGKILL)
         wait_until(lambda: lives_anew(before), "it lives again")
         again = redeploy.result()
@@ -195,12 +237,12 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     assert again.hash != application.hash
     wait_until(
         lambda: all(name.endswith(again.hash) for name in again.actors()),
-        f"gone: {old}; there are {again.actors()}",
+        lambda: f"gone: {old}; there are {again.actors()}",
         PATIENCE_S + SILENCE_S,
     )
     assert len(again.actors()) == len(old)
     wait_until(lambda: set(worker_groups(NAME)) == set(again.workers()), "no old place is left")
-    assert len(supervisors()) == 1
+    wait_until(lambda: len(supervisors()) == 1, lambda: f"one is left of {supervisors()}")
     blocks = {seen["blocks"] for seen in again.statistics().values()}
     assert blocks == {REDEPLOYED["cache.num_blocks"]}
 
@@ -212,7 +254,11 @@ def test_nothing_outlives_an_application_deleted_under_load(
     with Load(application, max_tokens=LONG) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
-        wait_until(lambda: not named_actors(NAME), "no actor is left", PATIENCE_S + SILENCE_S)
+        wait_until(
+            lambda: not named_actors(NAME),
+            lambda: f"no actor is left; there are {named_actors(NAME)}",
+            PATIENCE_S + SILENCE_S,
+        )
         assert not supervisors()
     wait_until(lambda: not worker_groups(NAME), "no place is left")
     num_returned = num_places * NUM_CPUS

@@ -117,7 +117,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("[1, 2]", ["sections", "list"]),
         ("cache: {num_blocks: 3, num_blocks: 4}", ["num_blocks", "twice"]),
         ("1: 2", ["not a string"]),
-        ("a: [", ["not valid YAML"]),
+        ("name: a\nlaps: [", ["not valid YAML: line 2, column 8: expected the node content"]),
         ("a: !!python/object:os.system {}", ["not valid YAML"]),
         ("workers: {prefill: 1, unified: 0}", ["workers", "decode 0", "both"]),
         ("workers: {decode: 1, unified: 0}", ["workers", "prefill 0", "both"]),
@@ -244,6 +244,7 @@ def test_a_bad_file_is_an_error_naming_file_key_and_choices(
         load_config(path, {})
     for fragment in [str(path), *fragments]:
         assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_utf8_or_not_there_is_an_error(tmp_path: Path) -> None:
@@ -302,6 +303,20 @@ def test_the_default_is_the_dev_file_of_the_project_from_any_folder(
     assert config == expected
     named = config_from_environment({"config": "configs/unified_cpu.yaml", "model": str(model)}, {})
     assert named.workers.unified == 1
+
+
+def test_the_folder_of_what_drafts_is_found_as_the_models_is(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "speculation: {drafter: draft_model, model_path: %s}"
+    for named, found in (
+        ("models/tiny", model),
+        ("demo_model/laps-demo", PROJECT_ROOT / "demo_model" / "laps-demo"),
+    ):
+        path = write(tmp_path, text % named)
+        config = config_from_environment({"config": str(path), "model": str(model)}, {})
+        assert config.speculation.model_path == str(found)
 
 
 def test_the_process_environment_is_the_default_one(
