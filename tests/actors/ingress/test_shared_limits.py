@@ -87,7 +87,8 @@ class Replica:
 class Ingress:
     """Replicas around one board."""
 
-    clock: ManualClock = field(default_factory=lambda: ManualClock(random.uniform(0, 1e6)))
+    # Whole seconds, so that one that is three later is not a rounding error less.
+    clock: ManualClock = field(default_factory=lambda: ManualClock(float(random.randrange(10**6))))
     limits: RateLimitConfig = LIMITS
     max_queued_tokens: int = 100
 
