@@ -20,6 +20,7 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20")
 import pytest
 from hypothesis import core, settings
 
+from tests.harness.process_logging import kept_logging
 from tests.harness.seeds import TEST_SEED, aside, seed_libraries, seed_of
 
 TESTS = Path(__file__).parent
@@ -81,6 +82,13 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.set_threshold(20_000, 20, 20)
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    """Let no test log as an actor that one before it has made in its process."""
+    with kept_logging():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -208,7 +208,6 @@ def test_headers_are_bounded_before_anything_is_read(
 
 def test_an_open_server_that_others_reach_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     guard = gate([], None)
-    logging.getLogger("actors").propagate = True
     for host in ("127.0.0.1", "::1", "localhost", "/tmp/socket", "10.1.2.3", "10.1.2.3"):
         run_gate(guard, {"type": "http", "path": "/", "headers": [], "server": (host, 8000)})
         assert ("no API keys" in caplog.text) == (host == "10.1.2.3")
@@ -222,7 +221,6 @@ def test_prompts_and_keys_are_not_logged_unless_asked_for(
 ) -> None:
     app = edge_app({"edge.log_prompts": is_logged, "api.keys": {"alice": digest(KEY)}})
     word = f"zebra{secrets.token_hex(6)}"
-    logging.getLogger("actors").propagate = True
     with caplog.at_level(logging.DEBUG):
         assert app.post({"prompt": word}, Authorization=f"Bearer {KEY}").status_code == 200
         for body in (

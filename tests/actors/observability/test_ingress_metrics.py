@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import random
 import re
 from collections.abc import Iterable
@@ -234,7 +233,6 @@ def test_ray_is_shown_the_metrics_again_and_again_whatever_fails(
 ) -> None:
     app = edge_app()
     shown: list[int] = []
-    logging.getLogger("actors").propagate = True
 
     async def main() -> None:
         done = asyncio.Event()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,18 +18,11 @@ from configs.schema import AppConfig
 from engine.errors import CapacityError, RequestError
 from engine.messages import StepMessage, Submit, WorkerLimits, decode
 from engine.request import RequestKey, RequestSpec, SamplingParams
-from tests.actors.worker.process_logging import kept_logging
 
 INGRESS = "ingress-0"
 PROMPT = [5, 6, 7, 8, 9]
 # Nobody beats for it, and its lifeline must not end these tests.
 OVERRIDES = {"lifetimes.supervisor_silence_s": 1e6, "cache.num_blocks": 64}
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    with kept_logging():
-        yield
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A worker whose model is loaded, and which all the same cannot start."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +15,12 @@ from configs.load import config_from_environment, load_config
 from engine.errors import ConfigError, WorkerError
 from engine.kv.host.shared_file import FOLDER, PREFIX, name_for
 from engine.ranks.rank_reports import RankEnd
-from tests.actors.worker.process_logging import kept_logging
 
 OVERRIDES = {
     "lifetimes.supervisor_silence_s": 1e6,  # nobody beats for it
     "cache.num_blocks": 64,
     "cache.host_gib": 0.02,
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    with kept_logging():
-        yield
 
 
 def _make_none(*_: object) -> KvConnector:

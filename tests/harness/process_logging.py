@@ -1,4 +1,4 @@
-"""Keeps the logging of the tests' process, which a worker sets up as if it were its own."""
+"""Keeps the logging of the tests' process, which an actor sets up as if it were its own."""
 
 import logging
 from collections.abc import Iterator
