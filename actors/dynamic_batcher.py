@@ -1,7 +1,7 @@
 """Gathers concurrent calls into batches for a worker that takes one batch at a time.
 
 While the worker is busy, waiting costs nothing, so calls gather until it is done; when it is idle,
-calls that arrive together go at once. Knows neither tokenizers nor Ray. (seed document 003 §24)
+calls that arrive together go at once. Knows neither tokenizers nor Ray.
 """
 
 import asyncio

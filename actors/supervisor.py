@@ -1,8 +1,10 @@
 """The Supervisor: creates, adopts, watches and drains every other actor of the application.
 
-A Serve deployment actor: Serve starts it, restarts it and ends it with the application. What it
-creates is detached, so a restarted Supervisor finds it by name; such an actor ends itself when it
-hears no Supervisor (actors/lifecycle/liveness.py). After a redeploy with another config or model
+A Serve deployment actor: Serve starts it, restarts it and ends it with the application. Serve's
+controller, started anew during a redeploy, forgets the old Supervisor, which would then keep its
+workers for ever: one that no ingress asks any more ends itself. What a Supervisor creates is
+detached, so that the next one finds it by name; such an actor ends itself when it hears no
+Supervisor (actors/lifecycle/liveness.py). After a redeploy with another config or model
 the new Supervisor drains the workers of the old one, which it knows by the hash in their names.
 Workers on a node that Ray was asked to drain are replaced (actors/lifecycle/moves.py).
 """
@@ -30,10 +32,11 @@ from actors.lifecycle.deployment import (
     worker_names,
     worker_options,
 )
-from actors.lifecycle.liveness import MAX_UNANSWERED, LivenessTracker
+from actors.lifecycle.liveness import MAX_UNANSWERED, Lifeline, LivenessTracker
 from actors.lifecycle.moves import Crew, choose_crew, ending_nodes, node_of
 from actors.lifecycle.placement_groups import (
     WorkerGroup,
+    end_lost,
     hold_places,
     remove_groups,
     unused_groups,
@@ -55,8 +58,11 @@ from engine.messages import Topology, WorkerStatus, encode
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STARTING = WorkerStatus(identity=None, state="starting")
+STARTING = WorkerStatus(identity=None, state="starting")  # of a worker that does not answer
 STARTING_PERIOD_S = 0.2  # while workers load, so that readiness is noticed soon
+# Of all ingresses, which ask twice a second. Serve replaces one within a minute; a machine on which
+# everything starts at once may take longer until the first one asks.
+INGRESS_SILENCE_S = 300.0
 EXIT_FAILED = 70  # EX_SOFTWARE
 WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
 
@@ -96,6 +102,8 @@ class Supervisor:
         # An actor that does not answer must not delay the others' heartbeats.
         self._patience_s = spec.config.lifetimes.supervisor_silence_s / MAX_UNANSWERED
         self._liveness = LivenessTracker()
+        # If Serve still wants a supervisor, it starts another one.
+        self._lifeline = Lifeline(INGRESS_SILENCE_S).start()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._watcher.add_done_callback(_exit_without_watcher)
 
@@ -109,6 +117,7 @@ class Supervisor:
         Raises WorkerError if the watching task has ended, and before its first round ends: an
         ingress keeps what it heard from this supervisor's predecessor until then.
         """
+        self._lifeline.beat()
         if self._watcher.done():
             raise WorkerError(f"the supervisor stopped watching: {self._watcher.exception()!r}")
         if not self._has_looked:
@@ -142,6 +151,7 @@ class Supervisor:
                 self._update_allocator(),
             )
             self._has_looked = True
+            await asyncio.to_thread(self._end_lost, names)
             await self._retire(name for name in names if name in self._earlier)
             await self._move(groups, ending)
             old_groups = {n: groups[n] for n in groups if n in self._earlier or self._has_left(n)}
@@ -182,6 +192,13 @@ class Supervisor:
         from actors import remote_classes  # the actor classes import more than this actor needs
 
         spec = self._spec
+        # The rendezvous first: without it, nobody would give back the places of those that follow.
+        for name, cls in (
+            (rendezvous_name(spec.hash), remote_classes.RendezvousCls),
+            (allocator_name(spec.hash), remote_classes.LapsAllocatorCls),
+        ):
+            if name not in names:
+                create_actor(cls, service_options(spec, name), spec, name)
         staying = self._crew.staying
         missing = {name: role for name, role in staying.items() if name not in names}
         bundle, num_ranks = worker_bundle(spec.config), spec.config.workers.num_ranks
@@ -193,12 +210,12 @@ class Supervisor:
             if name not in names:
                 options = service_options(spec, name)
                 create_actor(remote_classes.TokenizerBatcherCls, options, spec, name)
-        for name, cls in (
-            (allocator_name(spec.hash), remote_classes.LapsAllocatorCls),
-            (rendezvous_name(spec.hash), remote_classes.RendezvousCls),
-        ):
-            if name not in names:
-                create_actor(cls, service_options(spec, name), spec, name)
+
+    def _end_lost(self, names: list[str]) -> None:
+        """Ends our workers that answer nothing and whose place is gone."""
+        silent = [n for n, status in self._statuses.items() if status is STARTING and n in names]
+        if silent and worker_bundle(self._config):
+            end_lost(silent, self._spec.namespace)
 
     async def _check_worker(self, name: str) -> None:
         """Sends a worker a heartbeat and keeps its status."""

@@ -195,6 +195,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _in_one_line(error: Exception) -> str:
+    """What is wrong and where. PyYAML's own text has several lines, and names no file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error).partition("\n")[0]
+
+
 def _read_yaml(path: Path) -> dict[str, object]:
     try:
         # The loader is a SafeLoader: plain data only.
@@ -202,7 +210,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigFileError(f"{path}: not valid YAML: {_in_one_line(error)}") from error
     if data is None:  # an empty file: all defaults
         return {}
     if not isinstance(data, dict):

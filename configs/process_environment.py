@@ -41,6 +41,11 @@ MIDDLEWARES = "actors.ingress.header_text:middlewares"
 # a container that is stopped would be killed); HAProxy takes it out within half a second.
 MIN_DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 MIN_DRAINING_S = 3.0
+# A proxy that starts is replaced after three times so long (Serve: 5 s, too little where many
+# processes start at once). `serve run` waits a minute for the first one, and fails if it is
+# replaced meanwhile.
+PROXY_READY = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
+PROXY_READY_S = 20.0
 # How long processes of a cluster outlive its GCS (Ray: 60 s): one that we start does not come back.
 GCS_AWAY = "RAY_gcs_rpc_server_reconnect_timeout_s"
 GCS_AWAY_S = 5
@@ -50,7 +55,13 @@ HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" = HAProxy takes HTTP connections
 
 def set_serve_environment() -> None:
     """Sets defaults of Serve's, and of a cluster that we start; what the operator has set stays."""
-    set_defaults({HTTP_CALLBACK: MIDDLEWARES, MIN_DRAINING: str(MIN_DRAINING_S)})
+    set_defaults(
+        {
+            HTTP_CALLBACK: MIDDLEWARES,
+            MIN_DRAINING: str(MIN_DRAINING_S),
+            PROXY_READY: str(PROXY_READY_S),
+        }
+    )
     if not ray_address():
         set_defaults({GCS_AWAY: str(GCS_AWAY_S)})
 

@@ -19,6 +19,8 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
+
 from engine.cost_model import StepCosts
 from load_tests.simulation.cluster import ClusterSpec
 from load_tests.simulation.measured import read_measured
@@ -38,23 +40,41 @@ from load_tests.simulation.sweep import SweepSpec, goodput_table, refine, sweep,
 from load_tests.simulation.worker import WorkerSpec
 from load_tests.tables import render_rows
 
+QUEUES = ("laps", "fcfs", "priority")
+
+
+def positive(text: str) -> float:
+    """A number above 0. Raises ArgumentTypeError for any other, ValueError for another word."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+def positive_count(text: str) -> int:
+    """As `positive`, of whole numbers."""
+    positive(text)
+    return int(text)
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=8, help="that prefill")
+    parser.add_argument("--workers", type=positive_count, default=8, help="that prefill")
     parser.add_argument("--decode-workers", type=int, default=0)
     parser.add_argument("--unified", action="store_true", help="who prefills decodes, too")
-    parser.add_argument("--queue", nargs="+", default=["laps"], metavar="laps|fcfs|priority")
+    parser.add_argument("--queue", nargs="+", choices=QUEUES, default=["laps"])
     routings = [policy.value for policy in Policy]
     parser.add_argument("--routing", nargs="+", choices=routings, default=[Policy.LAPS.value])
     parser.add_argument("--load", default="sharegpt", help=LOADS)
-    parser.add_argument("--rates", type=float, nargs="+", help="requests/s; default: as recorded")
+    parser.add_argument(
+        "--rates", type=positive, nargs="+", help="requests/s; default: as recorded"
+    )
     parser.add_argument("--cv", type=float, default=1.0, help="of drawn gaps; 1 = Poisson")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of drawn arrivals")
-    parser.add_argument("--requests", type=int, help="at most so many")
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--seconds", type=positive, default=60.0, help="of drawn arrivals")
+    parser.add_argument("--requests", type=positive_count, help="at most so many")
+    parser.add_argument("--seeds", type=positive_count, default=3, help="how many")
     parser.add_argument("--slo-ttft", type=float, default=0.4, help="seconds")
     parser.add_argument("--slo-tpot", type=float, help="seconds; default: no limit")
     parser.add_argument("--costs", type=Path, help="JSON of fitted step costs")
@@ -66,15 +86,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="laps section")
     parser.add_argument("--real", action="store_true", help="the whole scheduler in each worker")
     parser.add_argument("--refine", type=int, default=0, help="halvings towards the goodput")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--processes", type=positive_count, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="a folder for plots")
     parser.add_argument("--plan", action="store_true", help="count devices instead")
-    parser.add_argument("--rate", type=float, help="of a plan; default: as recorded")
+    parser.add_argument("--rate", type=positive, help="of a plan; default: as recorded")
     return parser
 
 
 def build_cluster(args: argparse.Namespace) -> ClusterSpec:
-    """But for queue and routing. Raises ValueError for a bad setting or costs file."""
+    """But for queue and routing.
+
+    Raises OSError, ValueError or msgspec.MsgspecError for a bad setting or costs file.
+    """
     worker = WorkerSpec(
         laps=build_laps(args.set),
         costs=_choose_costs(args),
@@ -146,7 +169,13 @@ def run_plan(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> None
 def main() -> None:
     parser = build_parser()
     args = parser.parse_args()
-    load = build_load(args.load, cv=args.cv, duration_s=args.seconds, max_requests=args.requests)
+    try:
+        load = build_load(
+            args.load, cv=args.cv, duration_s=args.seconds, max_requests=args.requests
+        )
+        cluster = build_cluster(args)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        parser.error(str(error))
     if load.trace is None and not (args.rate if args.plan else args.rates):
         parser.error(f"{args.load} needs {'--rate' if args.plan else '--rates'}")
     if args.costs_of is not None and args.costs is None:
@@ -156,7 +185,7 @@ def main() -> None:
     if args.out is not None and not has_plotting():
         parser.error("--out needs matplotlib: pip install matplotlib")
     start_s = time.perf_counter()
-    (run_plan if args.plan else run_sweep)(args, build_cluster(args), load)
+    (run_plan if args.plan else run_sweep)(args, cluster, load)
     print(f"simulated in {time.perf_counter() - start_s:.1f} s")
 
 

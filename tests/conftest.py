@@ -14,6 +14,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # As this process is: Ray would put its workers at 15, near the tests without Ray that give way.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# As under `serve run` (configs/process_environment.py): on a busy machine a proxy starts slowly.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "20")
 
 import pytest
 from hypothesis import core, settings
@@ -101,11 +103,17 @@ def pytest_fixture_setup(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show with each test that fails how it is repeated."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with each test that fails how it is repeated, and what became of its actors."""
     report = yield
     if report.failed:
         report.sections.append(("random inputs", f"TEST_SEED={TEST_SEED}"))
+    if report.failed and "local_ray" in getattr(item, "fixturenames", ()):
+        from load_tests.testbed.actor_states import describe_actors  # imports Ray
+
+        report.sections.append(("actors of Ray", describe_actors(call.start)))
     return report
 
 

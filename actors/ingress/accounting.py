@@ -41,10 +41,8 @@ class RequestAccounting:
 
     def settle(self, prepared: PreparedRequest) -> None:
         """Charges the prompts' real tokens. Raises RateLimitError if they exceed the limit."""
-        parsed = prepared.parsed
         self._num_prompt_tokens = sum(map(len, prepared.prompt_ids))
-        asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
-        self._grant.settle(self._num_prompt_tokens + asked)
+        self._grant.settle(self._num_prompt_tokens + prepared.parsed.num_asked_tokens)
 
     def count(self, item: ChoiceDelta) -> None:
         """Counts a delta of the answer."""

@@ -44,23 +44,25 @@ class Admission:
         others: the other replicas of the ingress; None = there are none.
         """
         self._others = others or OtherReplicas()
-        self._num_new_tokens = 0  # of prompts admitted since the others were heard
         self._links = links
         self._queue_limit = queue_limit
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._max_short_tokens = max_short_tokens
-        self._num_tokens = 0  # tokens of prompts between arrival and placement
-        self._num_waiting = 0  # prompts between arrival and first token
+        # Estimated tokens of prompts: between arrival and the end of their preparation; between
+        # arrival and first token; admitted since the others were heard.
+        self._num_tokens = 0
+        self._num_waiting_tokens = 0
+        self._num_new_tokens = 0
 
     @property
     def num_tokens(self) -> int:
-        """Estimated tokens of the prompts that are being tokenised now."""
+        """Estimated tokens of the prompts that are being prepared now."""
         return self._num_tokens
 
     @property
     def num_waiting_tokens(self) -> int:
         """Estimated tokens of the prompts between arrival and first token, at this replica."""
-        return self._num_waiting
+        return self._num_waiting_tokens
 
     def note_exchange(self) -> None:
         """Notes that the other replicas have just been heard."""
@@ -70,17 +72,19 @@ class Admission:
     def admitted(
         self, num_tokens: int, max_answer_tokens: int | None = None
     ) -> Iterator[Callable[[], None]]:
-        """Count a request of about `num_tokens` while it is prepared, and then while it waits.
+        """Counts a request of about `num_tokens` while it is prepared, and then while it waits.
 
         max_answer_tokens: what it may generate; None = as much as the model can.
-        To be called when it has its first token, or none will come: until then it counts although
-        its worker has not reported it yet. Raises CapacityError (503) if it would exceed the limit.
-        A request with nothing before it is never refused, or it would be refused for ever.
+        Yields what the caller calls once the request has its first token, or none will come: until
+        then it counts, although its worker has not reported it yet. Raises CapacityError (503) if
+        it would exceed the limit. A request with nothing before it is never refused, or it would be
+        refused for ever.
         """
         self._refuse_long_wait(num_tokens, max_answer_tokens)
         loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
         reported = sum(load.queued_tokens for load in loads if load is not None)
-        queued = max(reported + self._num_tokens, self._num_waiting + self._num_waiting_elsewhere())
+        waiting = self._num_waiting_tokens + self._num_tokens_elsewhere()
+        queued = max(reported + self._num_tokens, waiting)
         limit = self._queue_limit.num_tokens
         if queued and limit is not None and queued + num_tokens > limit:
             waits_s = [load.queued_s or 0.0 for load in loads if load is not None]
@@ -89,13 +93,13 @@ class Admission:
                 retry_after_s=_bounded(max([*waits_s, MIN_RETRY_S])),
             )
         self._num_tokens += num_tokens
-        self._num_waiting += num_tokens
+        self._num_waiting_tokens += num_tokens
         self._num_new_tokens += num_tokens
         is_waiting = True
 
         def leave() -> None:
             nonlocal is_waiting
-            self._num_waiting -= num_tokens if is_waiting else 0
+            self._num_waiting_tokens -= num_tokens if is_waiting else 0
             is_waiting = False
 
         try:
@@ -106,7 +110,7 @@ class Admission:
         finally:
             self._num_tokens -= num_tokens
 
-    def _num_waiting_elsewhere(self) -> int:
+    def _num_tokens_elsewhere(self) -> int:
         """Returns what waits at other replicas: what they said, and what they may have since.
 
         Requests are spread evenly, so each is taken to have admitted as much as this one since.

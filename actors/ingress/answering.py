@@ -175,9 +175,9 @@ class Answering:
     ) -> RequestAccounting:
         """Opens the accounts. Raises RateLimitError if the key's limit is exhausted."""
         edge = self._edge
-        asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
+        num_asked = num_tokens + parsed.num_asked_tokens
         return RequestAccounting(
-            grant=edge.rate_limits.grant(request.scope[KEY_NAME], num_tokens + asked),
+            grant=edge.rate_limits.grant(request.scope[KEY_NAME], num_asked),
             trace=edge.tracing.start(parsed, request.headers, times.arrived_s),
             times=times,
             latencies=self._metrics.latencies,

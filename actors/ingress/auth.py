@@ -8,20 +8,15 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.anthropic.errors import reply_at
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY_NAME = "laps.key_name"  # entry of the ASGI scope: the client's key name
 READING = ["GET", "HEAD"]  # the methods that an open path answers without a key
@@ -73,7 +68,7 @@ class KeyGate:
 
     def __init__(
         self,
-        app: AsgiApp,
+        app: ASGIApp,
         *,
         keys: ApiKeys | None,
         limits: EdgeConfig,

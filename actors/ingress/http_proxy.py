@@ -113,9 +113,11 @@ def set_http_proxy(wish: HttpProxy) -> None:
 def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:
     """Returns Serve's variables for HAProxy with files and ports of its own.
 
-    With Serve's defaults a second application on this machine would share them.
+    With Serve's defaults a second application on this machine would share them. Its Python proxy,
+    which answers while no replica is up, would even listen on the same port beside the first one's,
+    and the kernel would give each of them half of both applications' requests.
     """
-    statistics, metrics = _free_ports(2)
+    statistics, metrics, python_proxy = _free_ports(3)
     first_port = next(start for start in REPLICA_PORTS if all(map(_is_free, (start, start + 1))))
     return {
         HA_PROXY: "1",
@@ -129,6 +131,7 @@ def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(python_proxy),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + REPLICA_PORTS.step - 1),
     }

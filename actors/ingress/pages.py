@@ -32,7 +32,7 @@ LIBRARIES_GO_HERE = b"<!-- libraries -->\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPage:
-    """The page as it is served."""
+    """The page `/` as it is served."""
 
     html: bytes
     headers: Mapping[str, str]
@@ -40,7 +40,7 @@ class ChatPage:
 
 @cache
 def chat_page() -> ChatPage:
-    """The page, read once."""
+    """The page `/`, read once."""
     folder = Path(__file__).parent
     libraries = [(folder / "bundled" / name).read_bytes() for name in LIBRARIES]
     own = (folder / "chat.html").read_bytes()
@@ -114,7 +114,7 @@ class LapsView(msgspec.Struct, frozen=True, kw_only=True):
     reports: list[WorkerReport]  # by name
 
 
-def build_view(
+def build_laps_view(
     *,
     model: str,
     ingress: str,
@@ -134,14 +134,14 @@ def build_view(
     )
 
 
-def to_json(status: LapsStatus, view: LapsView) -> bytes:
+def laps_json(status: LapsStatus, view: LapsView) -> bytes:
     """Encodes status and view as one JSON object."""
     return msgspec.json.encode(msgspec.structs.asdict(status) | msgspec.structs.asdict(view))
 
 
 @cache
-def page() -> bytes:
-    """The page: one HTML file, read once."""
+def laps_page() -> bytes:
+    """The page `/laps`: one HTML file, read once."""
     return Path(__file__).with_name("laps.html").read_bytes()
 
 

@@ -2,7 +2,7 @@
 
 Each limit is a bucket that refills. A request takes what it may need when it arrives; when it ends
 it gives back what it did not use, or owes what it used in excess. Several replicas of the ingress
-share their keys' buckets by way of `SharedBuckets` (shared_limits.py). Knows no HTTP but the names
+share their keys' buckets by way of `SharedBuckets` (replica_board.py). Knows no HTTP but the names
 of OpenAI's headers.
 """
 

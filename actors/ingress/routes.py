@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -28,8 +29,13 @@ from actors.ingress.closed_replica import close_call_port
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.docs_page import docs_page
 from actors.ingress.openapi import build_openapi
-from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
-from actors.ingress.pages import to_json as laps_json
+from actors.ingress.pages import (
+    PAGE_HEADERS,
+    build_laps_view,
+    chat_page,
+    laps_json,
+    laps_page,
+)
 from actors.ingress.rate_limits import RateLimitError
 from actors.ingress.stopping import StoppingGate
 from actors.ingress.unread_body import UnreadBody
@@ -39,31 +45,27 @@ from actors.observability.logs import set_up_logging
 from actors.openai.embeddings import parse_embedding
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_chat_batch, parse_completion
 from actors.openai.request_bodies import Invocation, decode_fields, is_given
-from actors.openai.response_objects import (
-    NotReady,
-    model_card,
-    model_list,
-    to_json,
-)
+from actors.openai.response_objects import NotReady, model_card, model_list, to_json
 from actors.openai.responses.objects import DeletedResponse
 from actors.openai.responses.reading import parse_responses
 from actors.openai.scores import parse_rerank, parse_score
-from actors.openai.served_model import check_model
+from actors.openai.served_model import ServedModel, check_model
 from actors.openai.token_requests import (
     detokenize_answer,
     parse_detokenize,
     parse_tokenize,
     tokenize_answer,
 )
+from configs.schema import EdgeConfig
 from engine.errors import EngineError, RequestError
 from engine.text.chat_template import describe_tokenizer
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
-SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Parse = Callable[[bytes], ParsedRequest]
+# What reads a body within the edge's limits, for a model.
+BodyParser = Callable[[bytes, EdgeConfig, ServedModel], ParsedRequest]
 
 
 class Ingress:
@@ -102,6 +104,8 @@ class Api:
         self._metrics = edge.metrics
         self._answering = Answering(edge)
         self._responses = edge.responses
+        self._parse_score: BodyParser = partial(parse_score, tokenizing=edge.tokenizing)
+        self._parse_rerank: BodyParser = partial(parse_rerank, tokenizing=edge.tokenizing)
 
     def app(self) -> FastAPI:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
@@ -180,43 +184,53 @@ class Api:
 
     # ---- generation -----------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, request: Request, parse: BodyParser) -> Response:
+        """Answers a request for tokens, or for what the model says of a prompt."""
         edge, model = self._config.edge, self._model
-        return await self._answering.answer(request, lambda body: parse_chat(body, edge, model))
+        return await self._answering.answer(request, lambda body: parse(body, edge, model))
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat)
 
     async def _chat_batch(self, request: Request) -> Response:
-        edge, model = self._config.edge, self._model
-        return await self._answering.answer(
-            request, lambda body: parse_chat_batch(body, edge, model)
-        )
+        return await self._answer(request, parse_chat_batch)
 
     async def _complete(self, request: Request) -> Response:
-        edge, model = self._config.edge, self._model
-        return await self._answering.answer(
-            request, lambda body: parse_completion(body, edge, model)
-        )
+        return await self._answer(request, parse_completion)
+
+    async def _message(self, request: Request) -> Response:
+        return await self._answer(request, parse_messages)
+
+    async def _embed(self, request: Request) -> Response:
+        return await self._answer(request, parse_embedding)
+
+    async def _score(self, request: Request) -> Response:
+        return await self._answer(request, self._parse_score)
+
+    async def _rerank(self, request: Request) -> Response:
+        return await self._answer(request, self._parse_rerank)
 
     async def _invoke(self, request: Request) -> Response:
         """SageMaker's only route: a body's fields say which endpoint it is for."""
-        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
 
-        def parse(body: bytes) -> ParsedRequest:
-            fields = decode_fields(body, Invocation)
-            if is_given(fields.messages):
-                return parse_chat(body, edge, model)
-            if is_given(fields.prompt):
-                return parse_completion(body, edge, model)
-            if is_given(fields.input):
-                return parse_embedding(body, edge, model)
-            if is_given(fields.query) and is_given(fields.documents):
-                return parse_rerank(body, edge, model, tokenizing)
-            return parse_score(body, edge, model, tokenizing)
+        def parse(body: bytes, edge: EdgeConfig, model: ServedModel) -> ParsedRequest:
+            return self._parser_for(decode_fields(body, Invocation))(body, edge, model)
 
-        return await self._answering.answer(request, parse)
+        return await self._answer(request, parse)
+
+    def _parser_for(self, fields: Invocation) -> BodyParser:
+        if is_given(fields.messages):
+            return parse_chat
+        if is_given(fields.prompt):
+            return parse_completion
+        if is_given(fields.input):
+            return parse_embedding
+        if is_given(fields.query) and is_given(fields.documents):
+            return self._parse_rerank
+        return self._parse_score
 
     async def _respond(self, request: Request) -> Response:
         edge, model, responses = self._config.edge, self._model, self._responses
-
         owner = request.scope[KEY_NAME]
 
         async def parse(body: bytes) -> ParsedRequest:
@@ -224,17 +238,6 @@ class Api:
             return parse_responses(body, edge, model, responses.own.of(owner), before=before)
 
         return await self._answering.answer(request, parse)
-
-    async def _message(self, request: Request) -> Response:
-        edge, model = self._config.edge, self._model
-        return await self._answering.answer(request, lambda body: parse_messages(body, edge, model))
-
-    async def _count_tokens(self, request: Request) -> Response:
-        prompt = parse_count_tokens(await self._answering.read_body(request), self._model)
-        async with asyncio.timeout(self._config.edge.request_timeout_s):
-            token_ids = await self._edge.prompts.ids_of(prompt)
-        counted = TokenCount(input_tokens=len(token_ids))
-        return Response(to_json(counted), media_type=JSON_TYPE)
 
     async def _show_response(self, request: Request, name: str) -> Response:
         owner, responses = request.scope[KEY_NAME], self._responses
@@ -246,25 +249,14 @@ class Api:
         await self._responses.forget(request.scope[KEY_NAME], name)
         return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
 
-    async def _embed(self, request: Request) -> Response:
-        edge, model = self._config.edge, self._model
-        return await self._answering.answer(
-            request, lambda body: parse_embedding(body, edge, model)
-        )
-
-    async def _score(self, request: Request) -> Response:
-        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
-        return await self._answering.answer(
-            request, lambda body: parse_score(body, edge, model, tokenizing)
-        )
-
-    async def _rerank(self, request: Request) -> Response:
-        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
-        return await self._answering.answer(
-            request, lambda body: parse_rerank(body, edge, model, tokenizing)
-        )
-
     # ---- everything else ------------------------------------------------------------------------
+
+    async def _count_tokens(self, request: Request) -> Response:
+        prompt = parse_count_tokens(await self._answering.read_body(request), self._model)
+        async with asyncio.timeout(self._config.edge.request_timeout_s):
+            token_ids = await self._edge.prompts.ids_of(prompt)
+        counted = TokenCount(input_tokens=len(token_ids))
+        return Response(to_json(counted), media_type=JSON_TYPE)
 
     async def _tokenize(self, request: Request) -> Response:
         call = parse_tokenize(await self._answering.read_body(request), self._model)
@@ -325,13 +317,13 @@ class Api:
 
     async def _show_laps(self) -> Response:
         """Serves the live page, which fetches `/laps_status`."""
-        return HTMLResponse(page(), headers=PAGE_HEADERS)
+        return HTMLResponse(laps_page(), headers=PAGE_HEADERS)
 
     async def _show_laps_status(self) -> Response:
         """Answers with the allocator's pools, queues and last moves; 503 while it is away."""
         edge = self._edge
         status = await edge.observation.laps_status()
-        view = build_view(
+        view = build_laps_view(
             model=self._model.name,
             ingress=edge.ingress_id,
             laps=self._config.laps,

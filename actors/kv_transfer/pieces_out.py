@@ -48,9 +48,9 @@ class NextPiece:
 
     first_block: int
     block_ids: list[int]
-    first_token_id: (
-        int | None
-    )  # sampled with the prompt's last block; before, the decode side cannot commit
+    # Sampled with the prompt's last block; without it the decode side cannot commit. None = this
+    # piece is not the last.
+    first_token_id: int | None
     is_early: bool  # the prompt still computes
 
 

@@ -7,6 +7,7 @@ board's death. Knows nothing of what the values mean.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from actors.rpc.handles import find_now
 from engine.clock import Clock, MonotonicClock
 from engine.errors import HandoffError, WorkerError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEY_LIFE_S = 120.0  # after its last change; far longer than any channel takes to open
@@ -99,13 +101,15 @@ class RendezvousKeys:
 
 
 class Rendezvous:
-    """The board as an actor; it ends itself when it hears no supervisor any more."""
+    """The board as an actor; it ends itself when it hears no supervisor any more.
+
+    It is the last of its deployment to leave and gives the places of the workers back: there is one
+    per deployment, it needs no device, and Ray restarts it if it dies.
+    """
 
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
         self._name = name
-        # There is one per deployment, and it needs no device.
-        clear = partial(remove_unused, spec.namespace, spec.hash)
-        self._lifeline = Lifeline.of(spec, clear)
+        self._lifeline = Lifeline.of(spec, partial(clear_places, spec.namespace, spec.hash))
         self._keys = RendezvousKeys(MonotonicClock())
 
     def __repr__(self) -> str:
@@ -136,6 +140,15 @@ class Rendezvous:
 
     async def delete_prefix(self, prefix: str) -> int:
         return self._keys.delete_prefix(prefix)
+
+
+def clear_places(namespace: str, deployment_hash: str) -> bool:
+    """Gives back what workers have left behind; returns whether none holds a place any more."""
+    try:
+        return remove_unused(namespace, deployment_hash)
+    except RayError:
+        logger.exception("the places of %s cannot be given back now", deployment_hash)
+        return False
 
 
 class RayRendezvousClient:

@@ -19,7 +19,6 @@ from functools import partial
 import ray
 
 from actors.lifecycle.deployment import DeploymentSpec
-from actors.lifecycle.placement_groups import leave_group
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,11 @@ SERVE_NAMESPACE = "serve"
 def exit_for_good() -> None:
     """End this actor without a restart, whatever its max_restarts says. Any thread may call it.
 
-    The devices that were held for it are free again.
+    The supervisor or, without one, the rendezvous gives its place back. It must not do so itself:
+    Ray kills the processes in a group that is removed, and an actor killed before Ray knows that it
+    is to end for good is started anew, in a group that is gone, where it waits for ever.
     """
-    try:
-        leave_group()
-    finally:
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class Lifeline:
@@ -53,11 +51,12 @@ class Lifeline:
         silence_s: float,
         is_expected: Callable[[], bool] = lambda: False,
         *,
-        last_act: Callable[[], None] | None = None,
+        last_act: Callable[[], bool] = lambda: True,
     ) -> None:
         """is_expected: whether Ray takes the supervisor to be alive; asked after half the silence.
 
-        last_act: called before the end, for what the actor has to clear away besides itself.
+        last_act: clears away what the actor has besides itself; returns whether all is done. It is
+        called at every look, until then or until somebody is heard.
         """
         self._is_expected = is_expected
         self._last_act = last_act
@@ -66,7 +65,7 @@ class Lifeline:
         self._look_of_last_beat = 0
 
     @classmethod
-    def of(cls, spec: DeploymentSpec, last_act: Callable[[], None] | None = None) -> "Lifeline":
+    def of(cls, spec: DeploymentSpec, last_act: Callable[[], bool] = lambda: True) -> "Lifeline":
         """Returns the started lifeline of an actor of a deployment."""
         silence_s = spec.config.lifetimes.supervisor_silence_s
         return cls(silence_s, partial(has_supervisor, spec), last_act=last_act).start()
@@ -97,13 +96,11 @@ class Lifeline:
             return False
 
     def _watch(self) -> None:
-        while not self.look():
-            time.sleep(CHECK_EVERY_S)
-        logger.warning("nobody was heard for %.0f s: exiting", self._silence_s)
         try:
-            if self._last_act is not None:
-                self._last_act()
+            while not (self.look() and self._last_act()):
+                time.sleep(CHECK_EVERY_S)
         finally:
+            logger.warning("nobody was heard for %.0f s: exiting", self._silence_s)
             exit_for_good()
 
 

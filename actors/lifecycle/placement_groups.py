@@ -1,8 +1,10 @@
 """Places each worker on Ray: a placement group of its own, on a node near its partners.
 
 A group is detached like its worker and found again by name, so a restarted worker or Supervisor
-finds the devices still held. Ray ends a worker for good if its group is removed; but it does not
-remove the group of a worker that ended, so every path that ends a worker comes through here.
+finds the devices still held. Ray does not remove the group of a worker that ended. The Supervisor
+does or, when there is none, the deployment's rendezvous, which is the last of its actors to leave.
+A group is removed after its worker has ended for good: a worker that Ray kills because its group is
+removed may be started anew, and then waits for that group for ever.
 Workers that ask for no resources have no group, because Ray has no empty ones.
 
 The group of a worker of several ranks has a bundle for each, all on one node; rank 0 is in the
@@ -252,27 +254,40 @@ def remove_groups(groups: Iterable[WorkerGroup], namespace: str) -> None:
         remove_placement_group(group.handle)
 
 
+def end_lost(workers: Iterable[str], namespace: str) -> None:
+    """End those workers whose group is gone, for good, so that the supervisor creates them anew.
+
+    workers: had an actor before this call, and answer nothing. Ray would let one that does not run
+    yet, because it was just created or restarts, wait for its group for ever.
+    """
+    groups = worker_groups(namespace)
+    for worker in workers:
+        if worker not in groups:
+            logger.warning("%s waits in a place that is gone: it is ended", worker)
+            with suppress(ValueError):  # it has just ended by itself
+                ray.kill(ray.get_actor(worker, namespace), no_restart=True)
+
+
 def unused_groups(groups: Mapping[str, WorkerGroup], actors: Iterable[str]) -> list[WorkerGroup]:
-    """Returns groups without a worker, and groups whose worker never got a node."""
+    """Returns groups whose worker never got a node, then groups without a worker.
+
+    Removed in this order, none that waits takes the devices of one that has ended.
+    """
     alive = frozenset(actors)
-    return [g for g in groups.values() if g.worker not in alive or g.node_id is None]
+    waiting = [g for g in groups.values() if g.node_id is None]
+    return waiting + [g for g in groups.values() if g.node_id and g.worker not in alive]
 
 
-def remove_unused(namespace: str, deployment_hash: str) -> None:
-    """Removes the unused groups of a deployment without a supervisor.
+def remove_unused(namespace: str, deployment_hash: str) -> bool:
+    """Removes the unused groups of a deployment without a supervisor; returns whether that is all.
 
-    Its running workers leave by themselves (`leave_group`). A worker that waits for a device
-    cannot, and would ask the cluster for it for ever.
+    Its running workers leave by themselves. A worker that waits for a device cannot, and would ask
+    the cluster for it for ever.
     """
     groups = worker_groups(namespace)
     entries = list_named_actors(all_namespaces=True)
     actors = [e["name"] for e in entries if e["namespace"] == namespace]
     ours = {name: g for name, g in groups.items() if name.endswith(f".{deployment_hash}")}
-    remove_groups(unused_groups(ours, actors), namespace)
-
-
-def leave_group() -> None:
-    """Remove the group that this actor is in, if it is in one; Ray then ends the actor for good."""
-    group = get_current_placement_group()
-    if group is not None:
-        remove_placement_group(group)
+    unused = unused_groups(ours, actors)
+    remove_groups(unused, namespace)
+    return len(unused) == len(ours)

@@ -23,7 +23,7 @@ LEAST_S = 1e-4  # shorter times count as this
 class TtftPiece(msgspec.Struct, frozen=True, kw_only=True):
     """The first tokens of one piece of time."""
 
-    ago_s: float  # since its middle
+    ago_s: float  # since its middle, which for the piece under way may be to come: then below 0
     num: int
     p50_s: float
     p90_s: float

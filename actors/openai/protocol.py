@@ -16,9 +16,7 @@ from actors.openai.chat_dialect import ToolFormat
 from actors.openai.output_rules import check_can_end, read_constraint
 from actors.openai.prompt_only import PromptOnly
 from actors.openai.prompts import (
-    Prompt as Prompt,
-)
-from actors.openai.prompts import (
+    Prompt,
     PromptReader,
     prompt_too_long,
     read_chat_prompt,
@@ -121,6 +119,11 @@ class ParsedRequest:
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def num_asked_tokens(self) -> int:
+        """The output tokens that the client asked for, of all choices; 0 if it did not say."""
+        return (self.max_tokens or 0) * self.num_choices
 
 
 def replace_params(spec: RequestSpec, params: SamplingParams) -> RequestSpec:

@@ -11,14 +11,12 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
-from actors.lifecycle.placement_groups import remove_unused
 from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.worker.cache_reports import CacheReports, TierReports
@@ -110,8 +108,6 @@ class EngineHost:
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
-        # First groups that wait for a device, or they would take the one that is given back here.
-        self._clear = partial(remove_unused, spec.namespace, spec.hash)
         self._is_leaving = False  # for good, and other ranks with it
         self._lifeline = Lifeline.of(spec, self._leave_alone)
         self._running: Running | None = None  # None = the model still loads, or cannot be loaded
@@ -418,11 +414,11 @@ class EngineHost:
                 self._leave_host_tier()
                 exit_for_good()
 
-    def _leave_alone(self) -> None:
-        """Nobody was heard: the end of this worker, on the lifeline's thread."""
+    def _leave_alone(self) -> bool:
+        """Nobody was heard: the last act of this worker, on the lifeline's thread."""
         self._is_leaving = True
         self._leave_host_tier()
-        self._clear()
+        return True
 
     def _leave_host_tier(self) -> None:
         """The last worker removes the arena; one that is killed leaves that to others."""

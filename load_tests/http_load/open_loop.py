@@ -23,7 +23,6 @@ NOT_SENT = "the run was stopped before this request was due"
 NO_TOKEN = "the answer ended without a token"
 
 Ask = Callable[[Prompt, int], Answer]  # with so many output tokens
-Clock = Callable[[], float]
 
 
 @dataclass(slots=True)

@@ -32,7 +32,6 @@ from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import render_rows
 
-BLOCK_SIZE = 16
 IDLE_WAIT_S = 0.05
 NUM_WARM = 6
 NUM_DRAWS = 2000

@@ -106,7 +106,7 @@ def _running() -> Iterator[Running]:
             )
         try:
             application = Running(process, port)
-            wait_until(application.is_ready, f"ready: {log.read_text()[-2000:]}", START_S)
+            wait_until(application.is_ready, lambda: f"ready: {log.read_text()[-2000:]}", START_S)
             found = re.search(r"HTTP connections are taken by [^\n]*", log.read_text())
             print(found[0] if found else log.read_text()[-2000:], flush=True)
             yield application
@@ -174,7 +174,7 @@ def measure(
         now = application.pids(title)
         return len(now) == len(before) and now != before and not application.held()
 
-    wait_until(is_at_rest, f"at rest: {application.held()}", REST_S)
+    wait_until(is_at_rest, lambda: f"at rest: {application.held()}", REST_S)
     wait_until(application.is_ready, "ready again", REST_S)
     return outcomes
 

@@ -38,7 +38,6 @@ from load_tests.lab.same_answers_requests import Call, calls
 TIMEOUT_S = 120.0
 SHOWN_LINES = 20  # of each difference
 EVENT_STREAM = "text/event-stream"
-JSON_TYPE = "application/json"
 CONTINUED_TEXTS = ("text", "content", "reasoning_content", "arguments")
 SCORED = ("score.", "rerank.")
 SCORE_TOLERANCE = 1e-4

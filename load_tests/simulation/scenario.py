@@ -75,7 +75,10 @@ class JobResult:
 
 
 def build_load(text: str, *, cv: float, duration_s: float, max_requests: int | None) -> Load:
-    """A load by its name in `LOADS`. Raises ValueError for another, OSError for a lost file."""
+    """A load by its name in `LOADS`.
+
+    Raises ValueError for another and for a bad file, OSError for a lost one.
+    """
     kind, _, argument = text.partition(":")
     path = Path(argument)
     lengths: Lengths | None = None
@@ -84,7 +87,7 @@ def build_load(text: str, *, cv: float, duration_s: float, max_requests: int | N
         case "online":
             lengths = Mix(ONLINE_SHORT_SHARE)
         case "mix":
-            lengths = Mix(float(argument))
+            lengths = Mix(_share(argument))
         case "sharegpt":
             lengths = sharegpt
         case "lmsys":
@@ -109,15 +112,28 @@ def build_load(text: str, *, cv: float, duration_s: float, max_requests: int | N
     )
 
 
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"mix:{text}: the share of short prompts is a number from 0 to 1")
+    return share
+
+
 def read_costs(path: Path | None) -> StepCosts:
-    """Fitted costs from a JSON file; None = the prior. Raises msgspec.ValidationError."""
+    """Fitted costs from a JSON file; None = the prior. Raises OSError, msgspec.MsgspecError."""
     if path is None:
         return PRIOR
     return msgspec.json.decode(path.read_bytes(), type=StepCosts)
 
 
 def build_laps(settings: Sequence[str]) -> ResolvedLaps:
-    """From KEY=VALUE texts. Raises msgspec.ValidationError for what the config would refuse."""
+    """From KEY=VALUE texts. Raises ValueError, or msgspec.ValidationError as the config would."""
+    for setting in settings:
+        if "=" not in setting:
+            raise ValueError(f"{setting}: not KEY=VALUE")
     values = dict(setting.split("=", 1) for setting in settings)
     return msgspec.convert(values, ResolvedLaps, strict=False)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import random
 import socket
@@ -31,6 +32,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "demo_model" / "laps-demo"
 PATIENCE_S = 60.0
+START_S = 180.0  # of all processes of an application, on a machine that is busy with other things
 CHECK_EVERY_S = 0.05
 ANSWER_S = 10.0  # an actor that exists
 NUM_LOOKS = 5
@@ -46,12 +48,26 @@ LIFETIMES = {
 }
 
 
-def wait_until(holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Look until it is so; fails, saying what was awaited, when patience ends."""
+def wait_until(
+    holds: Callable[[], bool], what: str | Callable[[], str], patience_s: float = PATIENCE_S
+) -> None:
+    """Look until it is so; fails, saying what was awaited, when patience ends.
+
+    what: a function is called then, and so can say what there is instead.
+    """
     deadline_s = time.monotonic() + patience_s
     while not holds():
-        assert time.monotonic() < deadline_s, f"not within {patience_s} s: {what}"
+        assert time.monotonic() < deadline_s, f"not within {patience_s} s: {_text_of(what)}"
         time.sleep(CHECK_EVERY_S)
+
+
+def _text_of(what: str | Callable[[], str]) -> str:
+    if isinstance(what, str):
+        return what
+    try:
+        return what()
+    except Exception as error:  # noqa: BLE001 - what was awaited must be told in any case
+        return f"{error!r} when asked what there is"
 
 
 def free_port() -> int:
@@ -130,9 +146,9 @@ class Application:
             for name in self.workers()
         }
 
-    def call_in_workers(self, function: Callable[[object], T]) -> dict[str, T]:
+    def call_in_workers(self, function: Callable[[Any], T], role: str = "") -> dict[str, T]:
         """Calls a function in the process of each worker, with its actor; returns the results."""
-        calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers()}
+        calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers(role)}
         return dict(zip(calls, ray.get(list(calls.values()), timeout=PATIENCE_S), strict=True))
 
     def call_in_replicas(self, function: Callable[[object], T]) -> list[T]:
@@ -159,10 +175,13 @@ class Application:
         return num_ranks * num_rows  # each rank has as many
 
     def wait_quiet(self) -> None:
-        wait_until(self.is_quiet, f"{self.name} holds nothing: {self.statistics()}")
+        wait_until(self.is_quiet, lambda: f"{self.name} holds nothing: {self.statistics()}")
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.get("/ready")[0] == 200, f"{self.name} is ready")
+        wait_until(
+            lambda: self.get("/ready")[0] == 200,
+            lambda: f"{self.name} is ready; it says {self.get('/ready')}",
+        )
 
     def wait_loaded(self) -> None:
         """Until every worker has loaded its model: with one of each role it is ready."""
@@ -174,13 +193,26 @@ class Application:
                 return False
             return True
 
-        wait_until(have_loaded, f"all workers of {self.name} have loaded their models")
+        what = f"all workers of {self.name} have loaded their models"
+        wait_until(have_loaded, what, START_S)
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a GET."""
         headers = {"Authorization": f"Bearer {self.api_key}"}
         answer = httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE_S)
         return answer.status_code, answer.text
+
+    def laps_status(self) -> dict[str, Any]:
+        """What the allocator knows. Waits for it: the page is a 503 while it does not answer."""
+        said: list[tuple[int, str]] = []
+
+        def has_answered() -> bool:
+            said[:] = [self.get("/laps_status")]
+            return said[0][0] == 200
+
+        wait_until(has_answered, lambda: f"the allocator of {self.name} answers; last {said}")
+        status: dict[str, Any] = json.loads(said[0][1])
+        return status
 
     @contextmanager
     def stream(self, prompt: str | list[int], **params: Any) -> Iterator[Iterator[int]]:

@@ -17,7 +17,6 @@ from load_tests.testbed.adversarial_schemas import adversarial_schema
 from load_tests.testbed.combined_schemas import combined_schema
 
 Schema = dict[str, Any]
-_Maker = Callable[[random.Random, int], Schema]
 
 _PATTERNS = ("^[a-z]{2,4}$", "[A-Z]{2}-\\d{1,3}", "^(yes|no)$", "[^0-9]{1,3}", "\\w.\\S")
 _FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "uuid")  # that say how long they are

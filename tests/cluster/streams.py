@@ -79,12 +79,16 @@ class Load:
 
     def wait_streaming(self) -> None:
         """Until all streams are in the middle of their tokens at once."""
-        wait_until(lambda: self.num_streaming == self._num_streams, f"streams run: {vars(self)}")
+        wait_until(
+            lambda: self.num_streaming == self._num_streams, lambda: f"streams run: {vars(self)}"
+        )
 
     def wait_more(self, num_finished: int) -> None:
         """Until so many more streams have come to their end."""
         goal = self.num_finished + num_finished
-        wait_until(lambda: self.num_finished >= goal, f"{goal} streams finished: {vars(self)}")
+        wait_until(
+            lambda: self.num_finished >= goal, lambda: f"{goal} streams finished: {vars(self)}"
+        )
 
     async def _run(self) -> None:
         async with self._application.async_client(timeout=JOIN_S) as client:

@@ -347,4 +347,4 @@ def test_metrics_count_what_was_served_and_gauges_go_back_to_zero(
         seen = scrape()
         return all(seen[name] == 0 for name in (*gauges, "laps_open_attempts"))
 
-    wait_until(are_gauges_zero, f"gauges are back: {scrape()}")
+    wait_until(are_gauges_zero, lambda: f"gauges are back: {scrape()}")

@@ -11,17 +11,20 @@ import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
 from load_tests.testbed.deployed import Application, wait_until
+from load_tests.testbed.moments import Pause, before_piece, before_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 CONTEXT = 2048  # tokens, of the model
 LONG = 1900  # tokens of a prompt that computes, and then moves, for a while
+MIDDLE = 100  # of its 238 steps and 475 pieces
 SHORT = 9
 LEAVE_S = 60.0
 
@@ -150,6 +153,19 @@ def decode_worker_full(application: Application, rng: random.Random) -> Iterator
         occupants.leave()
 
 
+@pytest.fixture
+def pause(tmp_path: Path) -> Iterator[Pause]:
+    """In the middle of a long prompt: no client can be too late for that."""
+    pause = Pause(number=MIDDLE, begun=tmp_path / "begun", over=tmp_path / "over")
+    yield pause
+    pause.over.touch()
+
+
+def is_forgotten(application: Application) -> bool:
+    """The ingress waits for nobody's tokens."""
+    return application.metric("laps_open_attempts") == 0
+
+
 def num_committed(application: Application) -> int:
     """Handoffs that the decode worker took over."""
     return look(application, "decode", "incoming")["num_committed"]
@@ -205,23 +221,23 @@ def test_leaving_during_prefill(
     baselines: dict[str, Holdings],
     rng: random.Random,
     is_stream: bool,
+    pause: Pause,
 ) -> None:
     application = over_one_channel
     with restored(application, baselines):
         before = look(application, "prefill", "scheduler")["num_prompt_tokens_computed"]
-
-        def num_computed() -> int:
-            seen = look(application, "prefill", "scheduler")
-            return seen["num_prompt_tokens_computed"] - before
-
+        application.call_in_workers(before_step(pause), "prefill")
         with Client(application, make_prompt(rng, LONG), is_stream=is_stream) as client:
-            wait_until(lambda: num_computed() > 0, "the prompt computes")
+            wait_until(pause.begun.exists, "the prompt computes")
             client.leave()
+            wait_until(lambda: is_forgotten(application), "the ingress has given it up")
+            pause.over.touch()
             wait_until(
                 lambda: look(application, "prefill", "scheduler")["num_running"] == 0,
                 "the prompt is given up",
             )
-        assert num_computed() < LONG, "the rest of the prompt was not computed"
+        after = look(application, "prefill", "scheduler")["num_prompt_tokens_computed"]
+        assert 0 < after - before < LONG, "the rest of the prompt was not computed"
 
 
 @mostly_streams
@@ -251,20 +267,19 @@ def test_leaving_while_pieces_move(
     baselines: dict[str, Holdings],
     rng: random.Random,
     is_stream: bool,
+    pause: Pause,
 ) -> None:
     with restored(application, baselines):
-        before = look(application, "decode", "receiver")["num_pieces"]
         committed = num_committed(application)
+        application.call_in_workers(before_piece(pause), "decode")
         with Client(application, make_prompt(rng, LONG), is_stream=is_stream) as client:
-            wait_until(
-                lambda: look(application, "decode", "receiver")["num_pieces"] > before,
-                "pieces arrive",
-            )
+            wait_until(pause.begun.exists, "pieces arrive")
             client.leave()
             wait_until(
                 lambda: look(application, "decode", "incoming")["num_reservations"] == 0,
                 "the reservation is given up",
             )
+            pause.over.touch()
         assert num_committed(application) == committed, "the last piece never came"
 
 

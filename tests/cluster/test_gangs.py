@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from load_tests.testbed.deployed import (
     wait_replaced,
     wait_until,
 )
+from load_tests.testbed.moments import Strike, before_step
 from load_tests.testbed.traces import is_gone, left_of, rings_of
 from tests.cluster.conftest import GANG
 from tests.cluster.streams import PROMPTS, Load
@@ -36,6 +38,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NAME = "gang"
 TOKENS = 120
+FEW = 30  # tokens of a stream in whose middle a rank ends
 REGEX = "(import [a-z]{3,9}\\n){9}"
 
 
@@ -102,21 +105,20 @@ def test_a_gang_answers_as_an_engine_of_one_rank_does(gang: Application) -> None
     ],
 )
 def test_a_rank_that_ends_ends_the_gang_and_costs_no_stream_a_token(
-    gang: Application, victim: int, number: signal.Signals
+    gang: Application, victim: int, number: signal.Signals, tmp_path: Path
 ) -> None:
     gang.wait_ready()
     prompt = PROMPTS[victim]
-    undisturbed = gang.complete(prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True})
+    undisturbed = gang.complete(prompt, max_tokens=FEW, extra_body={"ignore_eos": True})
     before, worker, ring = pids(gang), ranks(gang)[0], gang_ring(gang)
     num_retries = gang.metric("laps_request_retries")
-    with gang.stream(prompt, max_tokens=TOKENS, temperature=0.0) as tokens:
-        seen = [next(tokens) for _ in range(3)]
-        began_s = time.monotonic()
-        os.kill(before[victim], number)
+    sent = tmp_path / "sent"
+    in_the_middle = Strike(number=FEW // 2, signal=number, sent=sent, pid=before[victim])
+    gang.call_in_workers(before_step(in_the_middle))
+    with gang.stream(prompt, max_tokens=FEW, temperature=0.0) as tokens:
         wait_until(lambda: is_gone(before[1 - victim]), "the other rank has ended")
-        took_s = time.monotonic() - began_s
-        seen += tokens
-    assert seen == undisturbed
+        took_s = time.time() - sent.stat().st_mtime
+        assert list(tokens) == undisturbed
     assert gang.metric("laps_request_retries") == num_retries + 1
     if number == signal.SIGKILL:
         assert took_s < gang.config.workers.stall_s, "a death is noticed at once"

@@ -38,14 +38,15 @@ def test_requests_of_both_classes_are_counted_and_timed(disaggregated: Applicati
     assert {name: after[name] - before[name] for name in after} == {"short": 3, "long": 1}
     timed = _classes(disaggregated, "laps_time_to_first_token_seconds_count")
     assert {name: timed[name] - timed_before[name] for name in timed} == {"short": 3, "long": 1}
-    status = httpx.get(f"{disaggregated.url}/laps_status", timeout=PATIENCE_S).json()
+    status = disaggregated.laps_status()
     assert {name: status["ttft"][name]["num"] for name in timed} == timed
     assert 0 < status["ttft"]["short"]["p50_s"] <= status["ttft"]["short"]["p90_s"] < 30
     assert len(status["reports"]) == 4
 
 
 def test_the_pools_are_in_the_metrics(disaggregated: Application) -> None:
-    assert disaggregated.metric("laps_pool_workers") == 2
+    # Without them while the allocator does not answer.
+    wait_until(lambda: disaggregated.metric("laps_pool_workers") == 2, "the pools are known")
     assert disaggregated.metric("laps_pool_moves_total") == 0
     wait_until(lambda: disaggregated.metric("laps_pool_pending_seconds") == 0, "nothing is queued")
 

@@ -8,17 +8,9 @@ from load_tests.testbed.deployed import PATIENCE_S, Application, num_cached_bloc
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def _status(application: Application) -> dict[str, object]:
-    response = httpx.get(f"{application.url}/laps_status", timeout=PATIENCE_S)
-    assert response.status_code == 200, response.text
-    status: dict[str, object] = response.json()
-    return status
-
-
 def test_the_status_names_every_worker_and_its_pool(disaggregated: Application) -> None:
-    status = _status(disaggregated)
+    status = disaggregated.laps_status()
     pools = status["pools"]
-    assert isinstance(pools, dict)
     assert (len(pools["short"]), len(pools["long"])) == (1, 1)
     assert (status["enabled"], status["threshold"]) == (True, 256)
     assert status["moves"] == []
@@ -40,8 +32,7 @@ def test_a_prompt_goes_where_its_prefix_is(disaggregated: Application) -> None:
 
     def knows_all() -> bool:
         """Whether nothing is queued, and the allocator has heard of every cached block."""
-        workers = _status(disaggregated)["workers"]
-        assert isinstance(workers, list)
+        workers = disaggregated.laps_status()["workers"]
         known = {worker["worker"]: worker["num_cached_blocks"] for worker in workers}
         cached = disaggregated.call_in_workers(num_cached_blocks)
         is_idle = not any(worker["queued_tokens"] for worker in workers)

@@ -18,7 +18,14 @@ from ray.util import list_named_actors
 from actors.lifecycle.liveness import exit_for_good
 from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
 from engine.messages import WorkerStatus, encode
-from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster, named_actors, wait_until
+from load_tests.testbed.deployed import (
+    PATIENCE_S,
+    START_S,
+    Application,
+    Cluster,
+    named_actors,
+    wait_until,
+)
 from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -148,7 +155,7 @@ def test_actors_gone_for_good_and_a_killed_one_come_back_to_their_places_and_mee
     assert len(before) == 5, f"two workers, tokenizer, allocator and rendezvous: {before}"
     os.kill(before[prefill], signal.SIGKILL)
     kill_for_good(name for name in before if name != prefill)
-    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}")
+    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}", START_S)
     application.wait_ready()
     assert places(application) == places_before
     assert application.complete("import os") == expected
@@ -186,7 +193,8 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
         ThreadPoolExecutor(1) as thread,
     ):
         redeploy = thread.submit(deployed.redeploy, REDEPLOYED)
-        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        # The new application starts first.
+        wait_until(lambda: is_draining(decode), "the old decode worker drains", START_S)
         os.kill(before[decode], signal.SIGKILL)
         wait_until(lambda: lives_anew(before), "it lives again")
         again = redeploy.result()
@@ -195,12 +203,12 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     assert again.hash != application.hash
     wait_until(
         lambda: all(name.endswith(again.hash) for name in again.actors()),
-        f"gone: {old}; there are {again.actors()}",
+        lambda: f"gone: {old}; there are {again.actors()}",
         PATIENCE_S + SILENCE_S,
     )
     assert len(again.actors()) == len(old)
     wait_until(lambda: set(worker_groups(NAME)) == set(again.workers()), "no old place is left")
-    assert len(supervisors()) == 1
+    wait_until(lambda: len(supervisors()) == 1, lambda: f"one is left of {supervisors()}")
     blocks = {seen["blocks"] for seen in again.statistics().values()}
     assert blocks == {REDEPLOYED["cache.num_blocks"]}
 
@@ -212,7 +220,11 @@ def test_nothing_outlives_an_application_deleted_under_load(
     with Load(application, max_tokens=LONG) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
-        wait_until(lambda: not named_actors(NAME), "no actor is left", PATIENCE_S + SILENCE_S)
+        wait_until(
+            lambda: not named_actors(NAME),
+            lambda: f"no actor is left; there are {named_actors(NAME)}",
+            PATIENCE_S + SILENCE_S,
+        )
         assert not supervisors()
     wait_until(lambda: not worker_groups(NAME), "no place is left")
     num_returned = num_places * NUM_CPUS

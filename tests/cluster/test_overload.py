@@ -66,6 +66,17 @@ def proxy() -> psutil.Process:
     return psutil.Process(actor_pid(name, "serve"))
 
 
+def ports_to(port: int) -> set[int]:
+    """Of this process's ends of its connections to a port."""
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.raddr and c.raddr.port == port}
+
+
+def peers_of(server: psutil.Process) -> set[int]:
+    """Ports of the other ends of a process's connections."""
+    return {c.raddr.port for c in server.net_connections("tcp") if c.raddr}
+
+
 @pytest.mark.parametrize(
     "idle", [SOME, pytest.param(TEN_THOUSAND, marks=pytest.mark.nightly)], ids=["500", "10000"]
 )
@@ -80,15 +91,23 @@ def test_idle_connections_cost_little_and_stop_nobody(
     # Ray raises the limit as far as the system allows; below this, connections would be refused.
     num_files, _ = server.rlimit(psutil.RLIMIT_NOFILE)
     assert num_files > idle.num_all + SPARE_FILES, f"the proxy may open {num_files} files"
-    files_before, bytes_before = server.num_fds(), server.memory_info().rss
+    bytes_before = server.memory_info().rss
     with idle_connections(url.hostname, url.port or 80, idle):
-        wait_until(lambda: server.num_fds() >= files_before + idle.num_all, "all are accepted")
+        ours = ports_to(url.port or 80)
+        assert len(ours) >= idle.num_all
+        wait_until(
+            lambda: ours <= peers_of(server),
+            lambda: f"all are accepted; {len(ours - peers_of(server))} of {len(ours)} are not",
+        )
         for _ in range(3):
             assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
         per_connection = (server.memory_info().rss - bytes_before) / idle.num_all
         print(f"{per_connection:.0f} bytes of the proxy for an idle connection")
         assert per_connection < MAX_IDLE_BYTES
-    wait_until(lambda: server.num_fds() < files_before + idle.num_all // 100, "they are closed")
+    wait_until(
+        lambda: ours.isdisjoint(peers_of(server)),
+        lambda: f"they are closed; {len(ours & peers_of(server))} of {len(ours)} are not",
+    )
     assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
     gang.wait_restored(baseline)
 

@@ -28,7 +28,7 @@ def test_both_replicas_give_the_metrics_of_both(gang: Application) -> None:
         return {gang.metric(GENERATED) for _ in range(NUM_LOOKS)}
 
     # At least: `before` may lack the last answers of an earlier test.
-    wait_until(lambda: len(values()) == 1 and min(values()) >= due, f"{values()} are {due}")
+    wait_until(lambda: len(values()) == 1 and min(values()) >= due, lambda: f"{values()} are {due}")
     assert gang.metric("laps_worker_up") == 1, "not once a replica"
 
 

@@ -20,11 +20,10 @@ import yaml
 
 from configs.errors import ConfigFileError
 from engine.errors import ConfigError
-from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
+from load_tests.testbed.deployed import MODEL, ROOT, START_S, free_port, wait_until
 from serve_app import build
 
 SERVE = Path(sys.executable).with_name("serve")
-START_S = 180.0  # a cold start on a machine that is busy with other things
 GONE_S = 60.0
 NUM_STREAMS = 4
 
@@ -167,7 +166,11 @@ def test_serve_run_serves_and_a_sigterm_ends_streams_with_a_word_and_leaves_no_p
     folders.write_config(workers={"unified": 1}, edge={"drain_s": 0.5})
     arguments = [f"{name}={value}" for name, value in folders.args.items()]
     run = serve_run("serve_app:build", "host=127.0.0.1", f"port={port}", *arguments)
-    wait_until(lambda: is_ready(url) or run.process.poll() is not None, "ready", START_S)
+    wait_until(
+        lambda: is_ready(url) or run.process.poll() is not None,
+        lambda: f"ready; it said\n{run.text()}",
+        START_S,
+    )
     assert run.process.poll() is None, run.text()
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -193,9 +196,7 @@ def test_serve_run_serves_and_a_sigterm_ends_streams_with_a_word_and_leaves_no_p
         for stream in streams:  # none has come to its end in so short a time
             with pytest.raises(openai.APIError, match="the server is stopping"):
                 deque(stream, maxlen=0)
-        wait_until(
-            lambda: not run.left(), f"every process of session {run.process.pid} gone", GONE_S
-        )
+        wait_until(lambda: not run.left(), lambda: f"nobody is left of {run.left()}", GONE_S)
         assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
         assert run.process.wait() == 0
 

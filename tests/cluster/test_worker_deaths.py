@@ -5,12 +5,12 @@ tests/actors/test_deaths_virtual.py, and at night here.
 Every expected token comes from an undisturbed request to the same application.
 """
 
-import json
 import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +25,9 @@ from load_tests.testbed.deployed import (
     wait_replaced,
     wait_until,
 )
+from load_tests.testbed.moments import Strike, before_piece, before_step
+from load_tests.testbed.system import signal_process
+from load_tests.testbed.traces import is_gone
 from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -33,7 +36,8 @@ NUM_STREAMS = 4
 TOKENS = 60  # of a stream under load
 GETS_ON = 8  # tokens
 LONG = 300  # tokens of a stream that outlasts what is done to it
-LONG_PROMPT = 1900  # tokens that take many steps and pieces
+LONG_PROMPT = 1900  # tokens that take 238 steps and 475 pieces
+MIDDLE = 100  # the step or piece of it at which a worker dies
 PROMPT = "import os\nimport "
 
 Holdings = Mapping[str, Mapping[str, int]]
@@ -70,16 +74,7 @@ def have_met(application: Application) -> bool:
 
 def short_worker(application: Application) -> str:
     """The prefill worker of the prompts of a `Load`."""
-    pools = json.loads(application.get("/laps_status")[1])["pools"]
-    return str(pools["short"][0])
-
-
-def moved_pieces(seen: Mapping[str, Any]) -> int:
-    return int(seen["receiver"]["num_pieces"])
-
-
-def computed_tokens(seen: Mapping[str, Any]) -> int:
-    return int(seen["scheduler"]["num_prompt_tokens_computed"])
+    return str(application.laps_status()["pools"]["short"][0])
 
 
 def statistics_of(application: Application, name: str) -> Mapping[str, Any]:
@@ -173,22 +168,24 @@ def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
 def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     application: Application,
 ) -> None:
-    kills = {
-        short_worker(application): kill_actor,
-        application.workers("decode")[0]: kill_process,
-    }
-    before, others = {name: application.pid(name) for name in kills}, pids(application, *kills)
+    prefill, decode = short_worker(application), application.workers("decode")[0]
+    before = {name: application.pid(name) for name in (prefill, decode)}
+    others = pids(application, *before)
     num_retries = application.metric("laps_request_retries")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
-        for name, kill in kills.items():
-            kill(application, name)
+        # Nobody may lose one of them, come to the other, and lose that before it gets on: such a
+        # request would be taken for the cause of both deaths.
+        os.kill(before[decode], signal.SIGSTOP)
+        kill_actor(application, prefill)
+        wait_until(lambda: is_gone(before[prefill]), f"{prefill} is gone")
+        os.kill(before[decode], signal.SIGKILL)
         load.wait_more(NUM_STREAMS)
-        for name in kills:
-            wait_replaced(name, application.name, before[name])
+        for name, pid in before.items():
+            wait_replaced(name, application.name, pid)
         application.wait_loaded()
         load.wait_more(NUM_STREAMS)
     assert not load.problems
-    assert pids(application, *kills) == others, "nobody else died"
+    assert pids(application, *before) == others, "nobody else died"
     # Streams were in the middle of their tokens, some of them on that decode worker.
     assert application.metric("laps_request_retries") > num_retries
 
@@ -201,17 +198,17 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     ],
 )
 def test_a_stream_goes_on_with_the_same_tokens_on_another_decode_worker(
-    application: Application, sampling: dict[str, Any]
+    application: Application, sampling: dict[str, Any], tmp_path: Path
 ) -> None:
     undisturbed = application.complete(
-        PROMPT, max_tokens=LONG, extra_body={"ignore_eos": True}, **sampling
+        PROMPT, max_tokens=TOKENS, extra_body={"ignore_eos": True}, **sampling
     )
     num_retries = application.metric("laps_request_retries")
-    with application.stream(PROMPT, max_tokens=LONG, **sampling) as tokens:
-        seen = [next(tokens) for _ in range(3)]
-        kill_process(application, wait_running(application))
-        seen += tokens
-    assert seen == undisturbed
+    # Whichever of them has the stream dies in the middle of it, and the other one does not.
+    death = Strike(number=GETS_ON, signal=signal.SIGKILL, sent=tmp_path / "sent")
+    application.call_in_workers(before_step(death), "decode")
+    with application.stream(PROMPT, max_tokens=TOKENS, **sampling) as tokens:
+        assert list(tokens) == undisturbed
     assert application.metric("laps_request_retries") == num_retries + 1
 
 
@@ -224,27 +221,20 @@ def test_a_stream_goes_on_with_the_same_tokens_on_another_decode_worker(
     ],
 )
 def test_a_request_waits_for_its_only_worker_that_died_in_the_middle_of_its_prompt(
-    over_gloo_pairs: Application, rng: random.Random, role: str, phase: str
+    over_gloo_pairs: Application, rng: random.Random, role: str, phase: str, tmp_path: Path
 ) -> None:
     application = over_gloo_pairs
     prompt = [rng.randrange(10, 3000) for _ in range(LONG_PROMPT)]
-    [prefill], [decode] = application.workers("prefill"), application.workers("decode")
-    before, num_retries = application.statistics(), application.metric("laps_request_retries")
-
-    def is_in_phase() -> bool:
-        now = application.statistics()
-        if phase == "move":
-            return moved_pieces(now[decode]) > moved_pieces(before[decode])
-        return computed_tokens(now[prefill]) > computed_tokens(before[prefill])
-
-    with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(application.complete, prompt)
-        wait_until(is_in_phase, phase)
-        victim = prefill if role == "prefill" else decode
-        victim_pid = application.pid(victim)
-        kill_process(application, victim)
-        wait_replaced(victim, application.name, victim_pid)
-        disturbed = answer.result(PATIENCE_S)
+    num_retries = application.metric("laps_request_retries")
+    [victim] = application.workers(role)
+    pid = application.pid(victim)
+    death = Strike(number=MIDDLE, signal=signal.SIGKILL, sent=tmp_path / "sent", pid=pid)
+    if phase == "move":
+        application.call_in_workers(before_piece(death), "decode")
+    else:
+        application.call_in_workers(before_step(death), "prefill")
+    disturbed = application.complete(prompt)
+    wait_replaced(victim, application.name, pid)
     assert application.metric("laps_request_retries") > num_retries
     application.wait_loaded()
     application.wait_quiet()
@@ -346,13 +336,19 @@ def test_ready_says_503_while_a_role_is_gone(over_gloo_pairs: Application) -> No
     expected = over_gloo_pairs.complete(PROMPT)
     [decode] = over_gloo_pairs.workers("decode")
     pid = over_gloo_pairs.pid(decode)
+    said: list[tuple[int, str]] = []
+
+    def is_noticed() -> bool:
+        said[:] = [over_gloo_pairs.get("/ready")]
+        return said[0][0] == 503
+
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: over_gloo_pairs.get("/ready")[0] == 503, "its silence is noticed")
-        assert '"decode"' in over_gloo_pairs.get("/ready")[1]
+        wait_until(is_noticed, lambda: f"its silence is noticed; last {said}")
+        assert '"decode"' in said[0][1]
         assert over_gloo_pairs.get("/health")[0] == 200
     finally:
-        os.kill(pid, signal.SIGKILL)
+        signal_process(pid, signal.SIGKILL)  # its supervisor may have done so
     over_gloo_pairs.wait_ready()
     assert over_gloo_pairs.pid(decode) != pid
     assert over_gloo_pairs.complete(PROMPT) == expected

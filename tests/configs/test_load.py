@@ -117,7 +117,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("[1, 2]", ["sections", "list"]),
         ("cache: {num_blocks: 3, num_blocks: 4}", ["num_blocks", "twice"]),
         ("1: 2", ["not a string"]),
-        ("a: [", ["not valid YAML"]),
+        ("name: a\nlaps: [", ["not valid YAML: line 2, column 8: expected the node content"]),
         ("a: !!python/object:os.system {}", ["not valid YAML"]),
         ("workers: {prefill: 1, unified: 0}", ["workers", "decode 0", "both"]),
         ("workers: {decode: 1, unified: 0}", ["workers", "prefill 0", "both"]),
@@ -244,6 +244,7 @@ def test_a_bad_file_is_an_error_naming_file_key_and_choices(
         load_config(path, {})
     for fragment in [str(path), *fragments]:
         assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_utf8_or_not_there_is_an_error(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from actors.ingress.pages import PAGE_HEADERS, page
+from actors.ingress.pages import PAGE_HEADERS, laps_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ def serving(answer: Answer, probe: str = "") -> Iterator[str]:
         def do_GET(self) -> None:
             if self.path == "/app/laps":
                 script = f"<script>{probe}</script>".encode()
-                self._send(200, "text/html", page() + script, PAGE_HEADERS)
+                self._send(200, "text/html", laps_page() + script, PAGE_HEADERS)
             elif self.path == "/app/laps_status":
                 status, body = answer(next(num_asked))
                 self._send(status, "application/json", body, {"Cache-Control": "no-store"})

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from actors.ingress.pages import LapsView, WorkerReport, to_json
+from actors.ingress.pages import LapsView, WorkerReport, laps_json
 from actors.observability.recent_ttft import NUM_PIECES, PIECE_S, ClassTtft, TtftPiece
 from engine.length_class import LengthClass
 from engine.messages import LapsStatus, OverlapLoad, PoolMove, SpeculationLoad, WorkerLoad
@@ -97,7 +97,7 @@ def state(
         ttft=dict(ttft or dict.fromkeys(CLASSES, NO_TTFT)),
         reports=reports,
     )
-    return to_json(status, view)
+    return laps_json(status, view)
 
 
 def busy(num_short_waiting: int = 17) -> bytes:

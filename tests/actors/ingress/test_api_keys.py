@@ -10,8 +10,9 @@ from typing import Any, get_args
 import httpx
 import pytest
 from starlette.routing import Route
+from starlette.types import Message, Scope
 
-from actors.ingress.auth import ApiKeys, KeyGate, Message, Scope, sent_key
+from actors.ingress.auth import ApiKeys, KeyGate, sent_key
 from configs.errors import ConfigFileError
 from configs.load import load_config
 from configs.schema import EdgeConfig, OpenPath

@@ -1,6 +1,7 @@
 """Headers that Serve reads by itself: it can decode them, and clients cannot steer it by them."""
 
 import asyncio
+import inspect
 import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
@@ -17,6 +18,7 @@ from configs.process_environment import (
     HTTP_CALLBACK,
     MIDDLEWARES,
     MIN_DRAINING,
+    PROXY_READY,
     set_serve_environment,
 )
 
@@ -65,7 +67,7 @@ def test_other_headers_are_left_as_they_are() -> None:
 def test_serve_is_told_of_it_unless_the_operator_says_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (HTTP_CALLBACK, MIN_DRAINING, GCS_AWAY):
+    for name in (HTTP_CALLBACK, MIN_DRAINING, PROXY_READY, GCS_AWAY):
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -79,3 +81,7 @@ def test_serve_is_told_of_it_unless_the_operator_says_something_else(
     assert os.environ[HTTP_CALLBACK] == "their.own:callback"
     assert float(os.environ[MIN_DRAINING]) < 5.0
     assert float(os.environ[GCS_AWAY]) < 10.0
+    # The first proxy may take as long to start as `serve run` waits for it.
+    assert f'"{PROXY_READY}"' in inspect.getsource(constants)
+    num_tries = constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD
+    assert num_tries * float(os.environ[PROXY_READY]) >= constants.HTTP_PROXY_TIMEOUT

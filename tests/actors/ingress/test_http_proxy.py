@@ -64,8 +64,9 @@ def test_the_operators_variable_decides_first(value: str, monkeypatch: pytest.Mo
 
 def test_two_applications_share_no_port_and_no_file(tmp_path: Path) -> None:
     one, other = (haproxy_environment(Path("x"), tmp_path / name) for name in ("a", "b"))
-    for name in ("STATS_PORT", "METRICS_PORT", "SOCKET_PATH", "CONFIG_FILE_LOC"):
-        assert one[f"RAY_SERVE_HAPROXY_{name}"] != other[f"RAY_SERVE_HAPROXY_{name}"]
+    haproxys = ("STATS_PORT", "METRICS_PORT", "SOCKET_PATH", "CONFIG_FILE_LOC")
+    for name in (*(f"HAPROXY_{each}" for each in haproxys), "FALLBACK_PROXY_HTTP_PORT"):
+        assert one[f"RAY_SERVE_{name}"] != other[f"RAY_SERVE_{name}"]
 
 
 def test_this_host_is_described() -> None:

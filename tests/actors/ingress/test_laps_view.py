@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.ingress.pages import PAGE_HEADERS, build_view, page, to_json
+from actors.ingress.pages import PAGE_HEADERS, build_laps_view, laps_json, laps_page
 from actors.observability.merged_metrics import prometheus_text
 from actors.observability.metrics import IngressMetrics, num_new_moves
 from actors.observability.recent_ttft import BIN_RATIO, NUM_PIECES, PIECE_S, RecentTtft
@@ -128,7 +128,7 @@ def test_the_json_has_what_the_allocator_says_and_what_this_ingress_knows() -> N
     up = WorkerLink(name="prefill-0", role="prefill", load=LOAD)
     up.handle = object()  # type: ignore[assignment] # connected
     away = WorkerLink(name="decode-0", role="decode")
-    view = build_view(
+    view = build_laps_view(
         model="m",
         ingress="i",
         laps=LapsConfig(),
@@ -136,7 +136,7 @@ def test_the_json_has_what_the_allocator_says_and_what_this_ingress_knows() -> N
         links=[up, away],
     )
     status = _status([_worker("prefill-0", None, 0.5)], pending=(3, 4))
-    said = json.loads(to_json(status, view))
+    said = json.loads(laps_json(status, view))
     assert (said["threshold"], said["pending"], said["policy"]) == (
         256,
         {"short": 3, "long": 4},
@@ -166,10 +166,10 @@ def _link(drafts: SpeculationLoad | None) -> WorkerLink:
 def test_the_json_has_what_became_of_drafts() -> None:
     recent = RecentTtft(ManualClock(50.0))
     for drafts in (DRAFTS, None):
-        view = build_view(
+        view = build_laps_view(
             model="m", ingress="i", laps=LapsConfig(), ttft=recent.summary(), links=[_link(drafts)]
         )
-        (report,) = json.loads(to_json(_status([]), view))["reports"]
+        (report,) = json.loads(laps_json(_status([]), view))["reports"]
         if drafts is None:
             assert report["speculation"] is None
         else:
@@ -219,19 +219,19 @@ def test_steps_of_two_batches_are_counted_by_worker() -> None:
             *("cut_prompt_steps", "split_graph_steps"),
         )
     ] == [9, 4, 3, 2, 1]
-    view = build_view(
+    view = build_laps_view(
         model="m",
         ingress="i",
         laps=LapsConfig(),
         ttft=RecentTtft(ManualClock(9.0)).summary(),
         links=[link],
     )
-    (report,) = json.loads(to_json(_status([]), view))["reports"]
+    (report,) = json.loads(laps_json(_status([]), view))["reports"]
     assert report["two_batches"]["num_split_prompts"] == 4
 
 
 def test_the_page_needs_nothing_but_itself() -> None:
-    text = page().decode()
+    text = laps_page().decode()
     assert text.startswith("<!doctype html>")
     assert re.findall(r"\w+://[^\s\"']+", text) == ["http://www.w3.org/2000/svg"]  # only a name
     for word in (" src=", "@import", "innerHTML", "insertAdjacentHTML", "document.write"):

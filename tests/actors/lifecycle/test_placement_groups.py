@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import ray
 from ray.util import list_named_actors
+from ray.util.placement_group import remove_placement_group
 
 from actors.lifecycle.placement_groups import (
     WorkerGroup,
+    end_lost,
     hold_places,
     remove_groups,
     remove_unused,
@@ -58,7 +60,12 @@ def actors(namespace: str) -> set[str]:
 def start(roles: Mapping[str, Role], namespace: str) -> dict[str, Any]:
     """As the supervisor does: create what has no actor yet."""
     missing = set(roles) - actors(namespace)
-    places = hold_places(roles, missing, namespace, BUNDLE)
+    return create(missing, namespace, hold_places(roles, missing, namespace, BUNDLE))
+
+
+def create(
+    names: Iterable[str], namespace: str, places: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     options: dict[str, Any] = {
         "namespace": namespace,
         "lifetime": "detached",
@@ -67,7 +74,7 @@ def start(roles: Mapping[str, Role], namespace: str) -> dict[str, Any]:
         "num_gpus": BUNDLE["GPU"],
     }
     cls = ray.remote(Worker)
-    return {n: cls.options(name=n, **options, **places[n]).remote() for n in missing}
+    return {n: cls.options(name=n, **options, **places[n]).remote() for n in names}
 
 
 def ask(actor: Any, method: str, *args: object) -> Any:
@@ -112,14 +119,15 @@ def is_dead(actor: Any) -> bool:
 
 def test_a_crashed_worker_restarts_in_its_group(namespace: str) -> None:
     started = start(PAIR, namespace)
+    pids = {name: ask(actor, "pid") for name, actor in started.items()}
+    before = worker_groups(namespace)  # both have their nodes
     name, actor = next(iter(started.items()))
-    before, pid = worker_groups(namespace), ask(actor, "pid")
     with pytest.raises(ray.exceptions.RayActorError):
         ask(actor, "crash")
 
     def is_back() -> bool:
         try:
-            return bool(ask(actor, "pid") != pid)
+            return bool(ask(actor, "pid") != pids[name])
         except ray.exceptions.RayActorError:
             return False
 
@@ -141,14 +149,41 @@ def test_the_group_of_a_worker_gone_for_good_is_adopted_by_the_next(namespace: s
     assert worker_groups(namespace) == before
 
 
-def test_a_worker_that_hears_nobody_gives_its_device_back(namespace: str) -> None:
+def test_a_worker_created_in_a_place_that_is_gone_makes_way_for_one_that_has_a_place(
+    namespace: str,
+) -> None:
+    """Ray lets the first wait for ever, and an actor that waits is not created again."""
+    lost, stays = PAIR
+    places = hold_places(PAIR, PAIR, namespace, BUNDLE)
+    remove_placement_group(worker_groups(namespace)[lost].handle)
+    started = create(PAIR, namespace, places)
+    ask(started[stays], "pid")
+    end_lost(PAIR, namespace)
+    assert actors(namespace) == {stays}
+    [(again, successor)] = start(PAIR, namespace).items()
+    assert again == lost
+    ask(successor, "pid")
+    end_lost(PAIR, namespace)
+    assert actors(namespace) == set(PAIR)
+
+
+def test_a_worker_that_hears_nobody_ends_for_good_before_its_device_is_given_back(
+    namespace: str,
+) -> None:
+    """In the other order Ray may start it anew, in a group that is gone."""
     started = start(PAIR, namespace)
     for actor in started.values():
         ask(actor, "pid")
-    for actor in started.values():
-        actor.fall_silent.remote()
-    wait_until(lambda: not worker_groups(namespace), "no group is left")
-    wait_until(lambda: not actors(namespace), "no worker is left")
+    gone, stays = PAIR
+    started[gone].fall_silent.remote()
+    wait_until(lambda: actors(namespace) == {stays}, f"{gone} is gone")
+    assert set(worker_groups(namespace)) == set(PAIR)
+    assert not remove_unused(namespace, HASH), "one still works in its place"
+    assert set(worker_groups(namespace)) == {stays}
+    started[stays].fall_silent.remote()
+    wait_until(lambda: remove_unused(namespace, HASH), "nobody is in a place")
+    assert not actors(namespace)
+    assert not worker_groups(namespace)
     wait_until(lambda: free_gpus() == NUM_GPUS, "the devices are free")
 
 

@@ -135,11 +135,12 @@ def check_ranks() -> None:
     expert the sum is near."""
     sizes = (4, 2, 128, 256)
     num_experts, num_active, hidden, inner = sizes
-    form = "groups of 128, zero points"
+    num_tokens = 16  # the error is of all of their lines: few large ones would decide
+    form = "groups of 64"  # with zero points, and several to a row
     gate_up = _experts(form, (num_experts, 2 * inner, hidden), CPU)
     down = _experts(form, (num_experts, hidden, inner), CPU)
-    x = random_tensor(6, hidden, dtype=torch.float32, device="cpu")
-    routes = random_routes(6, num_experts, num_active, "cpu")
+    x = random_tensor(num_tokens, hidden, dtype=torch.float32, device="cpu")
+    routes = random_routes(num_tokens, num_experts, num_active, "cpu")
     whole = _outputs(x, gate_up, down, routes)
     for rank in range(2):
         start = 2 * rank
@@ -154,7 +155,7 @@ def check_ranks() -> None:
     assert isinstance(total, Tensor)
     used = routes.ids >= 0
     error = float((total[used] - whole[used]).norm() / whole[used].norm())
-    # 0.02 in the middle, 0.043 the most that was seen; without a part it is far more.
+    # 0.022 in the middle, 0.031 the most of 200 draws; without a part it is far more.
     assert error < 0.06, f"off by {error}: inner lines are rounded by parts"
 
 

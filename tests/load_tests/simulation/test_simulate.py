@@ -125,8 +125,9 @@ def test_costs_are_taken_from_a_measured_run_too(
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()]
     (row,) = [row for row in rows if len(row) > 10 and row[3].strip() == "all"]
     assert float(row[5]) > 1500
-    with pytest.raises(ValueError, match="no step costs of 'laps'; there are \\['fcfs'\\]"):
+    with pytest.raises(SystemExit):
         run_main(monkeypatch, *SMALL, *load, *files, "laps")
+    assert "no step costs of 'laps'; there are ['fcfs']" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_main(monkeypatch, *SMALL, *load, "--costs-of", "fcfs")
     assert "--costs-of needs --costs" in capsys.readouterr().err
@@ -153,6 +154,34 @@ def test_it_asks_for_what_it_needs(
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *arguments)
         assert f"needs {lacking}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--load", "poems"), "no load 'poems'; there are online, mix:SHARE"),
+        (("--load", "mix:some"), "mix:some: the share of short prompts is a number from 0 to 1"),
+        (("--load", "mix:2"), "mix:2: the share"),
+        (("--load", "azure:/no/such.csv"), "No such file or directory: '/no/such.csv'"),
+        (("--costs", "/no/such.json"), "No such file or directory: '/no/such.json'"),
+        (("--set", "mix"), "mix: not KEY=VALUE"),
+        (("--set", "mix=both"), "Invalid enum value 'both' - at `$.mix`"),
+        (("--queue", "lifo"), "invalid choice: 'lifo'"),
+        (("--rates", "0"), "0: must be above 0"),
+        (("--workers", "0"), "0: must be above 0"),
+        (("--seeds", "-1"), "-1: must be above 0"),
+        (("--seconds", "long"), "invalid positive value: 'long'"),
+    ],
+)
+def test_what_cannot_be_simulated_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "--rates", "1", *arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_plots_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
