@@ -143,6 +143,7 @@ class Supervisor:
             if self._earlier is None:
                 there = {*names, *groups}
                 self._earlier = frozenset(n for n in there if not n.endswith(self._spec.hash))
+            self._liveness.forget_others(names)
             self._choose_crew(names, groups, ending)
             await asyncio.to_thread(self._create_missing, names, ending)
             await asyncio.gather(

@@ -7,12 +7,12 @@ import msgspec
 
 from configs.errors import ConfigFileError
 from configs.faults import parse_faults
-from configs.schema import AppConfig, ExecutionConfig, LapsConfig
+from configs.schema import AppConfig, ExecutionConfig, LapsConfig, LifetimesConfig
 
 
 def find_contradiction(config: AppConfig) -> str | None:
     """Settings that are each valid and together are not: what to change, or None."""
-    problem = (
+    return (
         _fault_contradiction(config)
         or _worker_contradiction(config)
         or _model_contradiction(config)
@@ -22,10 +22,11 @@ def find_contradiction(config: AppConfig) -> str | None:
         or _laps_graph_contradiction(config)
         or _overlap_contradiction(config)
         or _laps_pool_contradiction(config)
+        or _lifetimes_contradiction(config.lifetimes)
     )
-    if problem is not None:
-        return problem
-    lifetimes = config.lifetimes
+
+
+def _lifetimes_contradiction(lifetimes: LifetimesConfig) -> str | None:
     if lifetimes.supervisor_heartbeat_s >= lifetimes.supervisor_silence_s:
         return (
             "lifetimes.supervisor_heartbeat_s: must be below supervisor_silence_s"
@@ -59,7 +60,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
     if cache.disk_path is not None and cache.host_gib == 0:
         return f"cache.disk_path: {cache.disk_path} needs the host tier; set cache.host_gib"
-
     if cache.host_gib > 0 and not cache.enable_prefix_caching:
         return (
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
@@ -79,8 +79,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
 
 
 _WITH_FOLDER = ("draft_model", "eagle3")  # of their own
-
-
 _READING_STATES = ("eagle3", "mtp")  # of the model that is served
 
 

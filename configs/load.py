@@ -1,7 +1,8 @@
 """From a YAML file, overrides and the environment to one `AppConfig`.
 
-The only module that reads the environment or YAML. It knows the schema's rules; it does not know
-what any setting does.
+The only module that reads the LAPS_ variables and a configuration's YAML; what Ray's and Serve's
+variables say is read in process_environment.py. It knows the schema's rules; it does not know what
+any setting does.
 """
 
 import math
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from configs.contradictions import find_contradiction
 from configs.errors import ConfigFileError
 from configs.keys import KEYS_VARIABLE, with_keys
-from configs.schema import AppConfig, CacheConfig, ModelConfig
+from configs.schema import AppConfig, CacheConfig, ModelConfig, SpeculationConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
@@ -98,10 +100,11 @@ def config_from_environment(
     config = load_config(path, {})
     model = args.get("model") or environ.get(MODEL_VARIABLE) or config.model.path
     keys_file = None if config.api.keys_file is None else _find(Path(config.api.keys_file))
-    cache = msgspec.structs.replace(config.cache, kv_scales=_kv_scales(config.cache, path))
-    return msgspec.structs.replace(
+    cache = replace(config.cache, kv_scales=_kv_scales(config.cache, path))
+    return replace(
         config,
         cache=cache,
+        speculation=_with_drafter(config.speculation),
         model=_with_model(config.model, model, path),
         api=with_keys(config.api, keys_file, environ.get(KEYS_VARIABLE)),
     )
@@ -117,6 +120,14 @@ def _kv_scales(cache: CacheConfig, source: Path) -> str | None:
     return str(found)
 
 
+def _with_drafter(speculation: SpeculationConfig) -> SpeculationConfig:
+    """`speculation` with the absolute place of its folder; one that is not there stays as named."""
+    if speculation.model_path is None:
+        return speculation
+    found = _find(Path(speculation.model_path))
+    return speculation if found is None else replace(speculation, model_path=str(found))
+
+
 def _with_model(model: ModelConfig, named: str, source: Path) -> ModelConfig:
     """`model` with the folder or the Hub's model that is named. Raises ConfigFileError."""
     if named.lower().endswith(".gguf"):
@@ -128,7 +139,7 @@ def _with_model(model: ModelConfig, named: str, source: Path) -> ModelConfig:
                 f"{source}: model.revision: {model.revision!r} is of a model of the Hugging Face"
                 f" Hub, and {named} is a folder; leave it out"
             )
-        return msgspec.structs.replace(model, path=str(place))
+        return replace(model, path=str(place))
     hub = HUB_NAME.fullmatch(named)
     if place is not None or hub is None:
         raise ConfigFileError(f"{source}: model.path: there is no model folder {named}; {_MODELS}")
@@ -137,7 +148,7 @@ def _with_model(model: ModelConfig, named: str, source: Path) -> ModelConfig:
         raise ConfigFileError(
             f"{source}: model.revision: {model.revision!r}, but the model is {named}; leave one out"
         )
-    return msgspec.structs.replace(model, path=hub["name"], revision=next(iter(asked), None))
+    return replace(model, path=hub["name"], revision=next(iter(asked), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

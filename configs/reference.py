@@ -50,7 +50,8 @@ the start with one error that names the file, the key and what is allowed.
 `LAPS_MODEL` (or `model=`) sets `model.path`: a folder, or a name on the Hugging Face Hub
 (`org/name`, `org/name@revision`) where there is no folder of that name. `LAPS_API_KEYS` adds API
 keys, separated by commas; `LAPS_HOST` and `LAPS_PORT` (or `host=` and `port=`) say where to listen,
-else 127.0.0.1:8000. A relative path in a file is relative to the project.
+else 127.0.0.1:8000. A relative path, there or in a file, is looked up in the project's folder,
+then in the working directory; `cache.disk_path` alone is taken as it is: write it in full.
 """
 
 

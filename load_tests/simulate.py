@@ -16,6 +16,7 @@ policies get the same requests.
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from engine.cost_model import StepCosts
 from load_tests.simulation.cluster import ClusterSpec
 from load_tests.simulation.measured import read_measured
 from load_tests.simulation.metrics import Limits
-from load_tests.simulation.planner import Question, plan
+from load_tests.simulation.planner import NoPlanError, Question, plan
 from load_tests.simulation.plots import has_plotting, write_plots
 from load_tests.simulation.routing import Policy
 from load_tests.simulation.scenario import (
@@ -149,7 +150,7 @@ def run_sweep(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Non
 
 
 def run_plan(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> None:
-    """Print how many devices the traffic takes."""
+    """Print how many devices the traffic takes. Exits with a line if no number is enough."""
     question = Question(
         cluster=with_policies(cluster, args.queue[0], Policy(args.routing[0])),
         load=load,
@@ -159,7 +160,10 @@ def run_plan(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> None
         tpot_s=args.slo_tpot,
         num_processes=args.processes,
     )
-    answer = plan(question)
+    try:
+        answer = plan(question)
+    except NoPlanError as error:
+        sys.exit(f"error: {error}")
     print(f"prefill workers: {answer.num_prefill}, of these short: {answer.num_short:.1f}")
     print(f"decode workers: {answer.num_decode}")
     print(f"first tokens in time: {100 * answer.ttft_good_share:.2f} %")

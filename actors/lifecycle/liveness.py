@@ -13,7 +13,7 @@ not read from a clock, because a supervisor that was stopped itself must not bla
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import ray
@@ -137,6 +137,10 @@ class LivenessTracker:
     def forget(self, name: str) -> None:
         """Stops expecting answers of an actor that died or starts, until it answers again."""
         self._counts.pop(name, None)
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Stops expecting answers of all actors but these: who is created anew starts first."""
+        self._counts = {name: count for name, count in self._counts.items() if name in names}
 
     def timed_out(self, name: str) -> bool:
         """Counts an unanswered call; returns True, once, when there were too many."""

@@ -126,7 +126,7 @@ class StructuredOutputs(StrictObject, frozen=True, kw_only=True):
     json: Raw = field(default_factory=Raw)  # a JSON schema, or its text
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None  # EBNF
+    grammar: str | None = None  # GBNF or Lark
 
 
 class Prediction(StrictObject, frozen=True, kw_only=True):

@@ -197,8 +197,8 @@ def _join(
         if not text:
             raise invalid(param, "the prompt is an empty string.", "empty_string")
         check_prompt_chars("items", len(text), model)
-        adds = asked.add_special_tokens
-        return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+        adds = asked.add_special_tokens is not False
+        return TokenizeRequest(text=text, add_special_tokens=adds)
     if isinstance(query, str) or isinstance(item, str):
         raise RequestError(
             f"Invalid type for '{param}': query and items are all strings, or all arrays of token"
@@ -268,12 +268,12 @@ def _question(
     # In one pass, so that placeholders inside a document are not replaced.
     text = _PLACE.sub(lambda place: parts[place[1]], asked.template or QUESTION)
     check_prompt_chars("documents", len(text), model)
-    adds = asked.add_special_tokens
     if asked.template is not None:
-        return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+        adds = asked.add_special_tokens is not False
+        return TokenizeRequest(text=text, add_special_tokens=adds)
     return TokenizeRequest(
         messages=[{"role": "user", "content": text}],
-        add_special_tokens=bool(adds),
+        add_special_tokens=bool(asked.add_special_tokens),
         # The answer has to be the next token; templates that know no thinking ignore it.
         chat_template_kwargs={"enable_thinking": False},
     )

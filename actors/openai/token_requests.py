@@ -74,8 +74,7 @@ def _read_text(asked: TokenizeBody, text: str, model: ServedModel) -> TokenizeRe
         if getattr(asked, name) is not None:
             raise invalid(name, "only allowed with 'messages'.")
     check_prompt_chars("prompt", len(text), model)
-    adds = asked.add_special_tokens
-    return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+    return TokenizeRequest(text=text, add_special_tokens=asked.add_special_tokens is not False)
 
 
 def _read_chat(asked: TokenizeBody, messages: list[Message], model: ServedModel) -> TokenizeRequest:

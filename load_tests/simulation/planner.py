@@ -19,6 +19,10 @@ MAX_WORKERS = 4096
 SETTLED_SHARE = 0.5  # of the arrivals; pools are counted after it
 
 
+class NoPlanError(Exception):
+    """No number of workers serves the traffic within its limits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The traffic, what it is promised, and how it is served but for the numbers of workers."""
@@ -44,7 +48,7 @@ class Answer:
 
 
 def plan(question: Question) -> Answer:
-    """Raises ValueError if `MAX_WORKERS` are not enough."""
+    """Raises NoPlanError if `MAX_WORKERS` are not enough."""
     workload = question.load.workload(question.rate, question.seeds[0])
     worker = replace(question.cluster.worker, keeps_decodes=False)
     cluster = replace(question.cluster, worker=worker, num_decode=0)
@@ -97,7 +101,7 @@ def _least(
     is_enough, results = attempt(high)
     while not is_enough:
         if high >= MAX_WORKERS:
-            raise ValueError(f"{high} workers do not serve this traffic within its limits")
+            raise NoPlanError(f"{high} workers do not serve this traffic within its limits")
         low, high = high, 2 * high
         is_enough, results = attempt(high)
     while high - low > 1:

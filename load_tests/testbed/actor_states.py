@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import worker
-from ray._private.state import (
-    actors,
-)  # the public form asks the dashboard, which tests do not start
+
+# The public form asks the dashboard, which tests do not start.
+from ray._private.state import actors
+from ray._private.worker import global_worker
 from ray.util.placement_group import placement_group_table
 
 MAX_LINES = 30  # of logs
@@ -64,7 +64,9 @@ def _process_state(pid: int) -> str:
 def _log_lines(since_s: float) -> Iterator[str]:
     """Time, actor and text of each line that was logged since then."""
     since = time.strftime("%H:%M:%S", time.localtime(since_s))
-    for path in Path(worker._global_node.get_logs_dir_path()).glob("worker-*.err"):
+    node = global_worker.node
+    assert node is not None, "only who has started the cluster knows its logs"
+    for path in Path(node.get_logs_dir_path()).glob("worker-*.err"):
         if path.stat().st_mtime < since_s:
             continue
         text = path.read_text(errors="replace")

@@ -5,12 +5,15 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import ray
+from ray import serve
 
 from actors import supervisor
 from actors.lifecycle.deployment import describe_deployment
 from actors.lifecycle.liveness import CHECK_EVERY_S, Lifeline
 from actors.supervisor import INGRESS_SILENCE_S, Supervisor
 from engine.errors import WorkerError
+from engine.messages import WorkerStatus
 from load_tests.testbed.deployed import make_config
 
 
@@ -23,9 +26,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor without Ray, whose lifeline the test looks at by itself."""
     context = SimpleNamespace(get_actor_name=lambda: "supervisor")
     monkeypatch.setattr(supervisor, "set_up_logging", lambda: None)
-    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(
-        supervisor.serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")
+        serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")
     )
     monkeypatch.setattr(Supervisor, "_watch", watch_nothing)
     monkeypatch.setattr(supervisor, "_exit_without_watcher", lambda _: None)
@@ -50,3 +53,22 @@ def test_a_supervisor_ends_when_no_ingress_asks_it_any_more() -> None:
         ]
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("num_cpus", [0.0, 0.1])
+def test_only_workers_that_answer_nothing_and_should_have_a_place_are_looked_for(
+    num_cpus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_for: list[str] = []
+    monkeypatch.setattr(supervisor, "end_lost", lambda workers, _: looked_for.extend(workers))
+    config = make_config("app", {"workers.unified": 3, "workers.num_cpus": num_cpus})
+
+    async def run() -> list[str]:
+        watching = Supervisor(describe_deployment(config).to_text())
+        answers, silent, _ = watching._statuses
+        watching._statuses[answers] = WorkerStatus(identity=None, state="starting")
+        watching._end_lost([answers, silent])
+        return [silent] if num_cpus else []
+
+    assert asyncio.run(run()) == looked_for

@@ -8,21 +8,25 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
 from ray.util import list_named_actors
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.lifecycle.liveness import exit_for_good
-from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
+from actors.lifecycle.placement_groups import WorkerGroup, remove_groups, worker_groups
+from actors.remote_classes import WORKERS
 from engine.messages import WorkerStatus, encode
 from load_tests.testbed.deployed import (
     PATIENCE_S,
     START_S,
     Application,
     Cluster,
+    actor_pid,
     named_actors,
     wait_until,
 )
@@ -117,6 +121,33 @@ def kill_for_good(names: Iterable[str]) -> None:
         ray.kill(ray.get_actor(name, NAME), no_restart=True)
 
 
+@contextmanager
+def standing_still(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def create_without_place(worker: str, place: WorkerGroup) -> None:
+    """Ends a decode worker and its place for good; then creates one of its name there.
+
+    As when the place is given back in the name of a deployment that has just been started again.
+    """
+    remove_groups([place], NAME)
+    wait_until(lambda: worker not in named_actors(NAME), f"{worker} is gone")
+    options: dict[str, Any] = {
+        "name": worker,
+        "namespace": NAME,
+        "lifetime": "detached",
+        "num_cpus": NUM_CPUS,
+        "max_restarts": -1,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(place.handle, 0),
+    }
+    WORKERS["decode"].options(**options).remote(None, worker, "decode")  # nobody runs it
+
+
 def lives_anew(before: dict[str, int]) -> bool:
     """Whether every one of these actors exists again, as another process, and answers."""
     try:
@@ -149,15 +180,18 @@ def free_cpus() -> float:
 def test_actors_gone_for_good_and_a_killed_one_come_back_to_their_places_and_meet(
     application: Application,
 ) -> None:
+    """But for one that was created in a place that is gone: it gets another one."""
     expected, places_before = application.complete("import os"), places(application)
-    [prefill] = application.workers("prefill")
+    [prefill], [decode] = application.workers("prefill"), application.workers("decode")
     before = pids(application.actors())
     assert len(before) == 5, f"two workers, tokenizer, allocator and rendezvous: {before}"
+    with standing_still(actor_pid(application.supervisor(), "serve")):
+        create_without_place(decode, places_before.pop(decode))
     os.kill(before[prefill], signal.SIGKILL)
-    kill_for_good(name for name in before if name != prefill)
+    kill_for_good(name for name in before if name not in (prefill, decode))
     wait_until(lambda: lives_anew(before), f"alive again: {list(before)}", START_S)
     application.wait_ready()
-    assert places(application) == places_before
+    assert places(application).items() >= places_before.items()
     assert application.complete("import os") == expected
     assert num_received(application) > 0
     application.wait_quiet()

@@ -305,6 +305,20 @@ def test_the_default_is_the_dev_file_of_the_project_from_any_folder(
     assert named.workers.unified == 1
 
 
+def test_the_folder_of_what_drafts_is_found_as_the_models_is(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "speculation: {drafter: draft_model, model_path: %s}"
+    for named, found in (
+        ("models/tiny", model),
+        ("demo_model/laps-demo", PROJECT_ROOT / "demo_model" / "laps-demo"),
+    ):
+        path = write(tmp_path, text % named)
+        config = config_from_environment({"config": str(path), "model": str(model)}, {})
+        assert config.speculation.model_path == str(found)
+
+
 def test_the_process_environment_is_the_default_one(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,9 +172,10 @@ def save_model(
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     fill_randomly(model, architecture, seed=seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    finished: transformers.PreTrainedModel = _as_file_says(model.float().eval())
-    if dtype == torch.float32:
-        _remember(folder, finished)
+    if dtype != torch.float32:  # its rotary frequencies are rounded, too, which no file has
+        return _load_causal(folder, _digest(folder), torch.float32)
+    finished = _as_file_says(model.eval())
+    _remember(folder, finished)
     return finished
 
 
@@ -263,16 +264,20 @@ def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object)
     path.write_text(json.dumps(config))
 
 
-def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes for one sequence with the model of `folder`, [T, vocab].
+def reference_logits(
+    folder: Path, token_ids: list[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """What transformers computes in `dtype` for one sequence with the model of `folder`.
 
-    It loads the folder itself, unless it has just written it and nobody has changed it.
+    It loads the folder itself, unless it has just written it and nobody has changed it. Returns
+    fp32 [T, vocab].
     """
     digest = _digest(folder)
-    model = _saved.get(digest) or _load_causal(folder, digest)
+    saved = _saved.get(digest) if dtype == torch.float32 else None
+    model = saved or _load_causal(folder, digest, dtype)
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits
-    return logits[0]
+    return logits[0].float()
 
 
 def _remember(folder: Path, model: "transformers.PreTrainedModel") -> None:
@@ -291,9 +296,9 @@ def _digest(folder: Path) -> bytes:
 
 
 @lru_cache(maxsize=4)
-def _load_causal(folder: Path, digest: bytes) -> "transformers.PreTrainedModel":
+def _load_causal(folder: Path, digest: bytes, dtype: torch.dtype) -> "transformers.PreTrainedModel":
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
+        folder, attn_implementation="eager", dtype=dtype
     )
     return _as_file_says(model.eval())
 

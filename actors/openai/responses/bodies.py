@@ -134,7 +134,8 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     enable_response_messages: bool | None = None  # the tokens read and written are in the answer
-    # No effect: whoever knows the id of a stored response may read it, so no client chooses it.
+    # No effect: every client with the same API key, or any without keys, may read a stored response
+    # whose id it knows, so no client chooses it.
     request_id: str | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     background: Raw = field(default_factory=Raw)

@@ -122,8 +122,8 @@ class OwnResponses:
 
     def _missing(self, response_id: str, param: str | None) -> RequestError:
         why = (
-            "it was never stored, newer ones took its place (api.stored_responses_bytes), or"
-            " the ingress replica that had it has ended"
+            "it was never stored or was deleted, newer ones took its place"
+            " (api.stored_responses_bytes), or the ingress replica that had it has ended"
             if self.is_on
             else "this server stores none (api.stored_responses_bytes is 0);"
             " send the whole conversation as 'input'"

@@ -199,8 +199,8 @@ class ResponsesWriter:
         added = ("response.output_item.added", {"output_index": len(self._items), "item": item})
         if opened.kind is CallStarted:
             return self._streamed(added)
-        part = opened.part(has_logprobs=self._shape.has_logprobs)
-        return self._streamed(added, ("response.content_part.added", self._at({"part": part})))
+        fields = self._at({"part": self._part(opened)})
+        return self._streamed(added, ("response.content_part.added", fields))
 
     def _add(self, text: str, logprobs: list[TokenLogprob]) -> list[bytes]:
         opened = self._open

@@ -1,8 +1,6 @@
 """Headers that Serve reads by itself: it can decode them, and clients cannot steer it by them."""
 
 import asyncio
-import inspect
-import os
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -13,14 +11,7 @@ from ray.serve._private.utils import call_function_from_import_path
 from starlette.types import Receive, Scope, Send
 
 from actors.ingress.header_text import FOR_OPERATORS, HeaderText, middlewares
-from configs.process_environment import (
-    GCS_AWAY,
-    HTTP_CALLBACK,
-    MIDDLEWARES,
-    MIN_DRAINING,
-    PROXY_READY,
-    set_serve_environment,
-)
+from configs.process_environment import MIDDLEWARES
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -64,24 +55,6 @@ def test_other_headers_are_left_as_they_are() -> None:
     assert passed_on(headers) == headers
 
 
-def test_serve_is_told_of_it_unless_the_operator_says_something_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in (HTTP_CALLBACK, MIN_DRAINING, PROXY_READY, GCS_AWAY):
-        monkeypatch.setenv(name, "")  # so that it is put back as it was
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    set_serve_environment()
-    assert GCS_AWAY not in os.environ  # it is for the cluster's operator to say
+def test_serve_takes_what_its_setting_names() -> None:
     assert validate_http_proxy_callback_return(call_function_from_import_path(MIDDLEWARES))
     assert [middleware.cls for middleware in middlewares()] == [HeaderText]
-    monkeypatch.setenv(HTTP_CALLBACK, "their.own:callback")
-    monkeypatch.delenv("RAY_ADDRESS")
-    set_serve_environment()
-    assert os.environ[HTTP_CALLBACK] == "their.own:callback"
-    assert float(os.environ[MIN_DRAINING]) < 5.0
-    assert float(os.environ[GCS_AWAY]) < 10.0
-    # The first proxy may take as long to start as `serve run` waits for it.
-    assert f'"{PROXY_READY}"' in inspect.getsource(constants)
-    num_tries = constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD
-    assert num_tries * float(os.environ[PROXY_READY]) >= constants.HTTP_PROXY_TIMEOUT

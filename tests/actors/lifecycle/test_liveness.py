@@ -43,6 +43,15 @@ def test_who_died_is_not_expected_to_answer_and_others_are() -> None:
     assert _time_outs(calls, MAX_UNANSWERED, other)[-1]
 
 
+def test_who_is_created_anew_may_start_for_as_long_as_it_takes() -> None:
+    calls, other = LivenessTracker(), "prefill-0.0a1b2c"
+    calls.answered(NAME)
+    calls.answered(other)
+    calls.forget_others([other])  # it has no actor any more
+    assert not any(_time_outs(calls, MAX_UNANSWERED))
+    assert _time_outs(calls, MAX_UNANSWERED, other)[-1]
+
+
 def test_who_is_expected_to_answer_is_given_up_though_it_never_did() -> None:
     calls = LivenessTracker()
     given_up = []

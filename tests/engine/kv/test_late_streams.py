@@ -54,6 +54,7 @@ class World:
         self.contents: dict[bytes, Row] = {}  # by name: what may ever be found under it
         self.idle = dict[int, bytes]()  # block -> its name
         self.free = list(range(NUM_BLOCKS))
+        self.loads: list[tuple[HostLoad, list[int]]] = []  # under way, and into which blocks
         self.wrong: list[str] = []
         self.num_read = 0
 
@@ -79,13 +80,15 @@ class World:
             self.free += chosen[kept:]
             self.step(chosen[:kept])
 
-    def load(self) -> tuple[HostLoad, list[int]] | None:
+    def load(self) -> bool:
+        """Begin to load some blocks; whether there were any, and room for them."""
         names = self.rng.sample(self.arena.hashes(), min(self.arena.num_ready, 6))
         blocks = [block for name in names for block in self.tier.find([name])][: len(self.free)]
         if not blocks:
-            return None
+            return False
         block_ids, self.free = self.free[: len(blocks)], self.free[len(blocks) :]
-        return self.tier.load(blocks, block_ids), block_ids
+        self.loads.append((self.tier.load(blocks, block_ids), block_ids))
+        return True
 
     def end(self, load: HostLoad, block_ids: list[int]) -> None:
         """What has landed is read by a step, and idle afterwards; the rest is free."""
@@ -106,24 +109,37 @@ class World:
         return read
 
     def run(self) -> None:
-        loads: list[tuple[HostLoad, list[int]]] = []
         self.step([self.free.pop() for _ in range(NUM_BLOCKS - 8)])
         for _ in range(NUM_TURNS):
-            self.tier.settle()
-            for load, block_ids in [pair for pair in loads if pair[0].is_over]:
-                self.end(load, block_ids)
-            loads = [pair for pair in loads if not pair[0].is_over]
+            self.settle()
             self.evict()
-            if (begun := self.load()) is not None:
-                loads.append(begun)
-                if self.rng.random() < 0.2:
-                    begun[0].cancel()
+            if self.load() and self.rng.random() < 0.2:
+                self.loads[-1][0].cancel()
             if self.rng.random() < 0.3 and self.free:
                 self.step([self.free.pop()])
             self.device.take_time(self.rng.choice([0.1, 5.0, 50.0]))
+        self.finish()
+        # A device may have been too slow for all of these turns: some blocks come back now.
+        self.tier.save(list(self.idle.items()))
+        self.free += self.idle
+        self.idle.clear()
+        self.finish()
+        self.load()
+        self.finish()
+
+    def settle(self) -> None:
+        self.tier.settle()
+        over = [pair for pair in self.loads if pair[0].is_over]
+        self.loads = [pair for pair in self.loads if not pair[0].is_over]
+        for load, block_ids in over:
+            self.end(load, block_ids)
+
+    def finish(self) -> None:
+        """Wait for all that was begun, and for the steps that read it."""
         while self.tier.is_active:
-            self.tier.settle()
+            self.settle()
             self.device.take_time()
+        self.settle()
         self.device.steps.synchronize()
 
     def check(self) -> None:

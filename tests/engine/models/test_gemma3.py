@@ -18,7 +18,11 @@ from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights
 from engine.models.weights import random_weights
 from engine.request import SamplingParams
-from tests.engine.models.closeness import assert_same_logits
+from tests.engine.models.closeness import (
+    assert_no_further_than,
+    assert_same_logits,
+    errors_in_bfloat16,
+)
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
@@ -100,16 +104,9 @@ def test_gemma3_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
 def test_gemma3_in_bfloat16_is_no_further_from_fp32_than_transformers(
     tmp_path: Path, seed: int
 ) -> None:
-    hf_model = save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16)
-    token_ids = _tokens(64, seed)
-    with torch.inference_mode():
-        truth = hf_model(torch.tensor([token_ids])).logits[0]
-        theirs = hf_model.bfloat16()(torch.tensor([token_ids])).logits[0].float()
-    driver = StepDriver(_build(tmp_path, torch.bfloat16), seed=seed)
-    driver.admit(0, token_ids)
-    ours = driver.logits_in_chunks(0, 24)
-    our_error, their_error = ((e - truth).pow(2).mean().sqrt() for e in (ours, theirs))
-    assert our_error <= 1.1 * their_error, f"ours {our_error}, theirs {their_error}"
+    save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16)
+    ours, theirs = errors_in_bfloat16(tmp_path, seed)
+    assert_no_further_than(theirs, ours)
 
 
 def test_an_engine_answers_as_transformers_does_for_gemma3(tmp_path: Path, seed: int) -> None:

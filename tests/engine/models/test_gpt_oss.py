@@ -25,7 +25,11 @@ from engine.models.weights import load_weights, random_weights
 from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
-from tests.engine.models.closeness import assert_same_logits
+from tests.engine.models.closeness import (
+    assert_no_further_than,
+    assert_same_logits,
+    errors_in_bfloat16,
+)
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
@@ -106,16 +110,9 @@ def test_gpt_oss_in_bfloat16_is_no_further_from_fp32_than_transformers(
 ) -> None:
     # All experts are active: a rounded router may choose other experts than fp32, and then no
     # distance says anything.
-    hf_model = save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16, num_experts_per_tok=5)
-    token_ids = _tokens(64, seed)
-    with torch.inference_mode():
-        truth = hf_model(torch.tensor([token_ids])).logits[0]
-        theirs = hf_model.bfloat16()(torch.tensor([token_ids])).logits[0].float()
-    driver = StepDriver(build_model(tmp_path, dtype=torch.bfloat16, device=CPU), seed=seed)
-    driver.admit(0, token_ids)
-    ours = driver.logits_in_chunks(0, 24)
-    our_error, their_error = ((e - truth).pow(2).mean().sqrt() for e in (ours, theirs))
-    assert our_error <= 1.1 * their_error, f"ours {our_error}, theirs {their_error}"
+    save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16, num_experts_per_tok=5)
+    ours, theirs = errors_in_bfloat16(tmp_path, seed)
+    assert_no_further_than(theirs, ours)
 
 
 def test_an_engine_answers_as_transformers_does_for_gpt_oss(tmp_path: Path, seed: int) -> None:

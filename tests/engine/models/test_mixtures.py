@@ -21,7 +21,11 @@ from engine.ranks.rank import Rank
 from engine.request import SamplingParams
 from engine.runner.auto import Footprint
 from kernels.reference import TorchOps
-from tests.engine.models.closeness import assert_same_logits
+from tests.engine.models.closeness import (
+    assert_no_further_than,
+    assert_same_logits,
+    errors_in_bfloat16,
+)
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
@@ -187,7 +191,7 @@ def test_a_mixture_in_bfloat16_is_no_further_from_fp32_than_transformers(
     settings: dict[str, Any] = {}
     if architecture in DEEPSEEKS:
         settings = {"n_routed_experts": num_experts, "n_group": 1, "topk_group": 1}
-    hf_model = save_model(
+    save_model(
         tmp_path,
         architecture,
         seed=seed,
@@ -195,15 +199,8 @@ def test_a_mixture_in_bfloat16_is_no_further_from_fp32_than_transformers(
         num_experts_per_tok=num_experts,
         **settings,
     )
-    token_ids = _tokens(64, seed)
-    with torch.inference_mode():
-        truth = hf_model(torch.tensor([token_ids])).logits[0]
-        theirs = hf_model.bfloat16()(torch.tensor([token_ids])).logits[0].float()
-    driver = StepDriver(build_model(tmp_path, dtype=torch.bfloat16, device=CPU), seed=seed)
-    driver.admit(0, token_ids)
-    ours = driver.logits_in_chunks(0, 24)
-    our_error, their_error = ((e - truth).pow(2).mean().sqrt() for e in (ours, theirs))
-    assert our_error <= 1.1 * their_error, f"ours {our_error}, theirs {their_error}"
+    ours, theirs = errors_in_bfloat16(tmp_path, seed)
+    assert_no_further_than(theirs, ours)
 
 
 # ---- the whole engine ----------------------------------------------------------------------------

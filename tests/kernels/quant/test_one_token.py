@@ -57,8 +57,8 @@ def check_int4_interpreted() -> None:
     for rows, columns, group, has_zeros, dtype, cut in (
         (80, 256, 128, True, torch.float32, narrow),
         (48, 384, 64, True, torch.float16, None),
-        (64, 192, 32, False, torch.float32, narrow),
-        (48, 96, 96, True, torch.float32, narrow),
+        (64, 576, 32, False, torch.float32, narrow),
+        (80, 288, 288, True, torch.float32, narrow),
     ):
         for gated in (False, True):
             case = int4_case(

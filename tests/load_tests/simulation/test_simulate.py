@@ -54,6 +54,15 @@ def test_it_plans_devices(
     assert "decode workers: " in out
 
 
+def test_traffic_that_no_number_of_devices_serves_ends_with_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("load_tests.simulation.planner.MAX_WORKERS", 4)
+    limits = ["--slo-ttft", "0.0001", "--slo-tpot", "0.02"]  # the first is shorter than any step
+    with pytest.raises(SystemExit, match="error: 4 workers do not serve this traffic"):
+        run_main(monkeypatch, *SMALL, "--plan", "--load", "online", "--rate", "5", *limits)
+
+
 def test_a_plan_is_the_least_that_serves() -> None:
     load = build_load("online", cv=1.0, duration_s=8.0, max_requests=None)
     cluster = with_policies(ClusterSpec(), "laps", Policy.LAPS)
