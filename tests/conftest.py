@@ -62,7 +62,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def local_ray() -> Iterator[None]:
     """The Ray cluster of all tests that need one, with two GPUs that do not exist."""
     import ray  # takes longer than many a test
+    from ray._private import ray_constants
 
+    ray_constants.SETUP_WORKER_FILENAME = str(TESTS / "harness" / "setup_worker.py")
     ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
     _end_on_signals()  # Ray's handler ends the test that runs, and no other
     yield

@@ -188,6 +188,7 @@ def imports_from_importers(module: Module) -> list[str]:
     return offences
 
 
+@cache
 def _imported_names(module: Module) -> set[str]:
     """What a module imports at its top: functions may import what they share a name with."""
     imports = [n for n in module.nodes if isinstance(n, ast.ImportFrom) and n.col_offset == 0]

@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from load_tests.testbed.deployed import (
     wait_replaced,
     wait_until,
 )
-from load_tests.testbed.moments import Strike, before_piece, before_step
+from load_tests.testbed.moments import Pause, Strike, before_piece, before_step
 from load_tests.testbed.system import signal_process
 from load_tests.testbed.traces import is_gone
 from tests.cluster.streams import Load
@@ -77,47 +78,12 @@ def short_worker(application: Application) -> str:
     return str(application.laps_status()["pools"]["short"][0])
 
 
-def statistics_of(application: Application, name: str) -> Mapping[str, Any]:
-    """Of one worker, whatever the others do."""
-    seen: Mapping[str, Any] = ray.get(
-        application.actor(name).statistics.remote(), timeout=PATIENCE_S
-    )
-    return seen
-
-
-def running_on(application: Application) -> list[str]:
-    """Decode workers that answer and have something in their batch."""
-    names = []
-    for name in application.workers("decode"):
-        try:
-            seen = statistics_of(application, name)
-        except (ValueError, ray.exceptions.RayError):
-            continue
-        if seen["scheduler"]["num_running"]:
-            names.append(name)
-    return names
-
-
-def wait_running(application: Application) -> str:
-    """The only decode worker that runs something."""
-    found: list[str] = []
-
-    def is_found() -> bool:
-        found[:] = running_on(application)
-        return len(found) == 1
-
-    wait_until(is_found, "a decode worker has it")
-    return found[0]
-
-
-def wait_gets_on(application: Application, name: str) -> None:
-    """Until a decode worker has sampled some more tokens."""
-
-    def num_tokens() -> int:
-        return int(statistics_of(application, name)["scheduler"]["num_output_tokens"])
-
-    goal = num_tokens() + GETS_ON
-    wait_until(lambda: num_tokens() >= goal, f"{name} gets on")
+def tell_loaded(application: Application, role: str, function: Callable[[Any], None]) -> None:
+    """Calls a function in the workers of a role that can take requests now."""
+    for name in application.workers(role):
+        with suppress(ValueError, ray.exceptions.RayError):
+            call = application.actor(name).__ray_call__.remote(function)
+            ray.get(call, timeout=PATIENCE_S)
 
 
 def kill_process(application: Application, name: str) -> None:
@@ -243,8 +209,9 @@ def test_a_request_waits_for_its_only_worker_that_died_in_the_middle_of_its_prom
 
 @pytest.mark.nightly
 def test_a_request_whose_worker_dies_on_every_try_ends_with_an_error_and_without_done(
-    application: Application,
+    application: Application, tmp_path: Path
 ) -> None:
+    """Each try waits in its prompt until decode workers know at which step they die."""
     undisturbed = application.complete(PROMPT, max_tokens=LONG, extra_body={"ignore_eos": True})
     num_tries = 1 + application.config.handoff.tries
     body = {
@@ -257,16 +224,27 @@ def test_a_request_whose_worker_dies_on_every_try_ends_with_an_error_and_without
         "return_token_ids": True,
     }
     url = f"{application.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
-        assert answer.status_code == 200
-        lines = (line for line in answer.iter_lines() if line)
-        events = [next(lines)]
-        for _ in range(num_tries):
-            victim = wait_running(application)
-            # Who gets on between two deaths is not taken for their cause.
-            wait_gets_on(application, victim)
-            kill_process(application, victim)
-        events += lines
+    tries = [tmp_path / str(number) for number in range(num_tries)]
+    pauses = [
+        Pause(number=1, begun=path.with_suffix(".begun"), over=path.with_suffix(".over"))
+        for path in tries
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        application.call_in_workers(before_step(pauses[0]), "prefill")
+        answer = thread.submit(httpx.post, url, json=body, timeout=PATIENCE_S)
+        try:
+            for path, pause, later in zip(tries, pauses, [*pauses[1:], None], strict=True):
+                wait_until(pause.begun.exists, f"try {path.name} computes its prompt")
+                death = Strike(number=TOKENS // 2, signal=signal.SIGKILL, sent=path)
+                tell_loaded(application, "decode", before_step(death))
+                if later is not None:
+                    application.call_in_workers(before_step(later), "prefill")
+                pause.over.touch()
+        finally:
+            for pause in pauses:
+                pause.over.touch()
+        events = [line for line in answer.result().text.splitlines() if line]
+    assert answer.result().status_code == 200
     assert all(event.startswith("data: ") for event in events)
     *chunks, last = [event.removeprefix("data: ") for event in events]
     error = httpx.Response(200, text=last).json()["error"]

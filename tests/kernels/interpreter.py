@@ -16,14 +16,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tests.harness.seeds import fresh_seed, seed_libraries
+from tests.kernels.spared_work import spare_work
 
 T = TypeVar("T")
 
@@ -123,48 +122,8 @@ def _use_even_products() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
-def _patch_once() -> None:
-    """Let functions that a kernel calls find Triton's language as the kernel's launch left it.
-
-    Triton looks through all of its names again for each such call, in which there is nothing left
-    to change: a quarter of the time.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    modules = (language, language.core)
-
-    @lru_cache
-    def seen_by(fn: Any) -> list[Any]:
-        known = [value for value in fn.__globals__.values() if isinstance(value, ModuleType)]
-        return [module for module in modules if module in known]
-
-    def patch_lang(fn: Any) -> Any:
-        is_patched = not any(language.core.is_builtin(module.load) for module in seen_by(fn))
-        return None if is_patched else patch(fn)
-
-    interpreter._patch_lang = patch_lang
-
-
-def _keep_dtypes() -> None:
-    """Keep NumPy's type of each of Triton's: a tenth of the time goes to a table made each time."""
-    from triton.runtime import interpreter
-
-    find = interpreter._get_np_dtype
-    kept: dict[str, Any] = {}  # by a name that has the shape of a block, too
-
-    def kept_or_found(dtype: Any) -> Any:
-        if dtype.name not in kept:
-            kept[dtype.name] = find(dtype)
-        return kept[dtype.name]
-
-    interpreter._get_np_dtype = kept_or_found
-
-
 if __name__ == "__main__":
     _use_even_products()
-    _patch_once()
-    _keep_dtypes()
+    spare_work()
     for line in sys.stdin:
         print(json.dumps(_run(*json.loads(line))), flush=True)

@@ -159,7 +159,7 @@ def test_a_worker_created_in_a_place_that_is_gone_makes_way_for_one_that_has_a_p
     started = create(PAIR, namespace, places)
     ask(started[stays], "pid")
     end_lost(PAIR, namespace)
-    assert actors(namespace) == {stays}
+    wait_until(lambda: actors(namespace) == {stays}, f"{lost} is gone")
     [(again, successor)] = start(PAIR, namespace).items()
     assert again == lost
     ask(successor, "pid")
