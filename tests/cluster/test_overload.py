@@ -72,9 +72,13 @@ def ports_to(port: int) -> set[int]:
     return {c.laddr.port for c in connections if c.raddr and c.raddr.port == port}
 
 
-def peers_of(server: psutil.Process) -> set[int]:
-    """Ports of the other ends of a process's connections."""
-    return {c.raddr.port for c in server.net_connections("tcp") if c.raddr}
+def peers_at(port: int, server: psutil.Process) -> set[int]:
+    """Ports of the other ends of a process's connections that came to a port.
+
+    Those of its other connections may have the same numbers as these.
+    """
+    connections = server.net_connections("tcp")
+    return {c.raddr.port for c in connections if c.raddr and c.laddr.port == port}
 
 
 @pytest.mark.parametrize(
@@ -92,12 +96,13 @@ def test_idle_connections_cost_little_and_stop_nobody(
     num_files, _ = server.rlimit(psutil.RLIMIT_NOFILE)
     assert num_files > idle.num_all + SPARE_FILES, f"the proxy may open {num_files} files"
     bytes_before = server.memory_info().rss
-    with idle_connections(url.hostname, url.port or 80, idle):
-        ours = ports_to(url.port or 80)
+    port = url.port or 80
+    with idle_connections(url.hostname, port, idle):
+        ours = ports_to(port)
         assert len(ours) >= idle.num_all
         wait_until(
-            lambda: ours <= peers_of(server),
-            lambda: f"all are accepted; {len(ours - peers_of(server))} of {len(ours)} are not",
+            lambda: ours <= peers_at(port, server),
+            lambda: f"all are accepted; {len(ours - peers_at(port, server))} of {len(ours)} not",
         )
         for _ in range(3):
             assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
@@ -105,8 +110,8 @@ def test_idle_connections_cost_little_and_stop_nobody(
         print(f"{per_connection:.0f} bytes of the proxy for an idle connection")
         assert per_connection < MAX_IDLE_BYTES
     wait_until(
-        lambda: ours.isdisjoint(peers_of(server)),
-        lambda: f"they are closed; {len(ours & peers_of(server))} of {len(ours)} are not",
+        lambda: ours.isdisjoint(peers_at(port, server)),
+        lambda: f"they are closed; {len(ours & peers_at(port, server))} of {len(ours)} not",
     )
     assert [reply.token_ids for reply in ask_all(gang, prompts)] == right
     gang.wait_restored(baseline)
