@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +241,16 @@ def test_a_rank_that_goes_its_own_way_shows_in_the_digests(
     answer(drifting.engine, [(_prompts(TEXTS[:1])[0], asks)])
     with pytest.raises(AssertionError):
         drifting.end()
+
+
+def test_each_of_four_ranks_is_compared_with_the_first(tmp_path: Path) -> None:
+    asks = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    with RankProcesses(4, tmp_path) as four:
+        for fault in (None, BEST_FAULT):
+            shared = SharedEngine(four, SETTINGS, fault=fault)
+            answer(shared.engine, [(range(3, 9), asks)])
+            with nullcontext() if fault is None else pytest.raises(AssertionError, match="rank 3"):
+                shared.end()
 
 
 # ---- what ranks agree on -------------------------------------------------------------------------
