@@ -95,14 +95,13 @@ def _tokens(answers: list[Answer]) -> list[list[int]]:
 
 def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
     tokenizing = load_tokenizer(MODEL)
-    shared = SharedEngine(ranks, SETTINGS)
-    statistics = shared.engine.executor.statistics()
-    assert statistics.decode_graphs is not None
     prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
-    found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    with SharedEngine(ranks, SETTINGS) as shared:
+        statistics = shared.engine.executor.statistics()
+        found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    assert statistics.decode_graphs is not None
     for answered, expected in zip(found, DECISIVE.values(), strict=True):
         assert tokenizing.decode(answered.tokens).startswith(expected)
-    shared.end()
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
@@ -129,11 +128,10 @@ def test_ranks_go_the_same_way_with_and_without_graphs(
             "model__path": str(tmp_path),
             "execution__cuda_graphs": has_graphs,
         }
-        shared = SharedEngine(ranks, settings)
-        found = answer(shared.engine, work)
+        with SharedEngine(ranks, settings) as shared:
+            found = answer(shared.engine, work)
         assert all(one.finish for one in found)
         assert len(shared.digests) > 60
-        shared.end()
 
 
 @pytest.mark.parametrize(
@@ -166,13 +164,12 @@ def test_ranks_with_whole_experts_go_the_same_way(
         "laps__enable_batch_prefill_cuda_graph": way == "all_gather",
         "execution__expert_load_steps": 8,
     }
-    shared = SharedEngine(ranks, settings)
-    found = answer(shared.engine, mixed_work(seed=7, count=60))
+    with SharedEngine(ranks, settings) as shared:
+        found = answer(shared.engine, mixed_work(seed=7, count=60))
+        totals = shared.engine.expert_totals()
     assert all(one.finish for one in found)
-    totals = shared.engine.expert_totals()
     assert totals is not None
     assert all(sum(counts) > 0 for counts in totals.counts)
-    shared.end()
 
 
 def test_all_ranks_have_as_many_blocks(ranks: RankProcesses) -> None:
