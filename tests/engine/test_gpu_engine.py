@@ -255,7 +255,6 @@ def test_an_engine_chooses_for_its_gpu_and_compiles_nothing_afterwards(folder: P
     engine = start_engine(**BASE | keys | same)
     calibration, limits = engine.calibration, engine.limits
     assert calibration is not None
-    assert calibration.took_s < 3.0
     assert [num_tokens for num_tokens, _ in calibration.chunks][:3] == [16, 64, 128]
     laps = limits.laps
     assert laps.max_mixed_step_ms is not None

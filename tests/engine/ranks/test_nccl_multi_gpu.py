@@ -172,10 +172,26 @@ def test_ranks_with_whole_experts_go_the_same_way(
     assert all(sum(counts) > 0 for counts in totals.counts)
 
 
-def test_all_ranks_have_as_many_blocks(ranks: RankProcesses) -> None:
-    settings = SETTINGS | {"cache__num_blocks": None, "cache__gpu_memory_utilization": 0.3}
-    shared = SharedEngine(ranks, settings)
-    num_blocks = shared.engine.cache.num_blocks
-    shared.end()
-    alone = start_engine(**settings).cache.num_blocks
-    assert num_blocks > 1.5 * alone  # a block of a rank has half the heads, or one of them
+def _taken_share(comm: Comm) -> float:
+    """Of a rank's GPU, by whoever runs there."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return 1 - free / total
+
+
+def _fill(comm: Comm, settings: dict[str, object]) -> tuple[int, int, float]:
+    """The blocks that a rank's engine counts on, those that it has, and their share of its GPU."""
+    engine = start_engine(comm, **settings)
+    store = engine.kv_store
+    total = torch.cuda.get_device_properties(comm.rank.index).total_memory
+    return engine.cache.num_blocks, store.num_blocks, store.tensor.nbytes / total
+
+
+def test_all_ranks_have_as_many_blocks_as_fit_each_of_them(ranks: RankProcesses) -> None:
+    share = max(ranks.run(_taken_share)) + 0.1
+    settings = SETTINGS | {"cache__num_blocks": None, "cache__gpu_memory_utilization": share}
+    first, *others = ranks.run(_fill, settings)
+    assert others == [first] * len(others)
+    num_counted, num_stored, stored_share = first
+    assert num_counted == num_stored
+    assert 0.05 < stored_share < 0.1
