@@ -55,13 +55,14 @@ def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> N
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files whose tests `make test` and `make test-lab` would all deselect.
+    """Leave out files whose tests `make test`, `make test-lab` and `-m gpu` would all deselect.
 
     Their imports take longer than many a test. A marker's name stands in the file of its tests.
     """
     asked_for = str(config.option.markexpr)
-    if asked_for.startswith("ray and ") and collection_path.suffix == ".py":
-        return "mark.ray" not in collection_path.read_text() or None
+    first = asked_for.partition(" and ")[0]
+    if first in ("ray", "gpu", "multi_gpu") and collection_path.suffix == ".py":
+        return f"mark.{first}" not in collection_path.read_text() or None
     if collection_path == LAB:
         return "not lab" in asked_for or None
     return None
