@@ -29,15 +29,10 @@ from engine.runner.forward_passes import ForwardPasses
 from engine.runner.graph_sizes import GraphSize, PromptSizes
 from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
-from engine.runner.inputs import (
-    InputBatch,
-    RequestRows,
-    StepBuffers,
-    write_idle_batch,
-    write_input_batch,
-)
+from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
+from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
     NOTHING_ALLOWED,
     ComputedStep,
@@ -51,6 +46,7 @@ from engine.runner.results import (
 from engine.runner.row_texts import RowTexts, text_bytes
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
+from engine.runner.step_buffers import StepBuffers
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler, SampledTensors
