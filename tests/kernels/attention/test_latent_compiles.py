@@ -6,6 +6,7 @@ import torch
 from kernels.attention import (
     latent_decode,
     latent_keys,
+    latent_parts,
     latent_prefill,
     latent_triton,
     triton_decode,
@@ -21,8 +22,8 @@ from tests.kernels.cross_compile import compiled_for
 
 ONE_EACH = {capability: name for name, (capability, _, _) in GPUS.items()}
 MODULES = (
-    latent_triton, latent_decode, latent_keys, latent_prefill, triton_decode, latent_store, by_head,
-    limited_choice,
+    latent_triton, latent_decode, latent_parts, latent_keys, latent_prefill, triton_decode,
+    latent_store, by_head, limited_choice,
 )  # fmt: skip
 
 
