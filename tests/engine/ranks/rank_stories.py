@@ -29,7 +29,7 @@ from engine.runner.kv_memory import num_blocks_that_fit
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
 from engine.sampling.embeddings import Embeddings
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
