@@ -42,10 +42,10 @@ def _exact_mlp(x: Tensor, up: Case, down: Case) -> Tensor:
 
 
 def _operand(case: Case) -> Any:
-    from engine.layers.quantized_cuda import _fp8_operand
+    from engine.layers.quantized_operands import fp8_operand
 
     assert case.weight.scales is not None
-    return _fp8_operand(case.weight, case.weight.scales)
+    return fp8_operand(case.weight, case.weight.scales)
 
 
 def check_products_interpreted() -> None:
