@@ -483,6 +483,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORDS = tuple(sorted((ROOT / "load_tests" / "results").glob("*.md")))
 README_LINES = 200
 PAGE_WIDTH = 120
+MAP_ROW_WIDTH = 230  # of the page of the architecture, where rows are looked through
 _FILE = re.compile(r"(?<![\w./:-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|json|html|png)\b")
 _BARE = re.compile(r"`([\w-]+\.(?:py|yaml))`")
 _ROOM = re.compile(r"(?<![\w./:-])((?:[\w-]+/)+)")
@@ -583,6 +584,12 @@ def test_pages_keep_their_length_and_width() -> None:
         if len(line) > PAGE_WIDTH and not line.startswith(("|", "    "))
     ]
     assert too_wide == []
+
+
+def test_rows_of_the_map_are_short() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(row) > MAP_ROW_WIDTH] == []
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
