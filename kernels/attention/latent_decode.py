@@ -2,13 +2,11 @@
 
     s_j = (q_latent c_j + q_rope r_j) scale log2 e,   out = sum_j 2^(s_j - m) c_j / l
 
-with the store's vectors [c | r] of the keys j. Keys are split into items as in `triton_decode`,
-whose plan and scratch memory are used: a tile of lines stands where that has a KV head. A line is
-one head of one of a row's new tokens, token after token. A program computes one item for one tile;
-all its lines share the loads, and values are the same loads again. Of more than 64 lines
-(DeepSeek-V3 has 128 heads) each tile reads the keys, all but the first from L2. latent_work.py has
-the split into items, latent_parts.py how the parts of a row are joined, latent_chunks.py the
-products.
+with the store's vectors [c | r] of the keys j. A line is one head of one of a row's new tokens,
+token after token. A program computes one item (`decode_items`) for one tile of lines; all its lines
+share the loads, and values are the same loads again. Of more than 64 lines (DeepSeek-V3 has 128
+heads) each tile reads the keys, all but the first from L2. latent_work.py has the split into items,
+latent_parts.py how the parts of a row are joined, latent_chunks.py the products.
 
 Rows that verify drafts have up to `max_queries` tokens, as many as `cu_tokens` says when the step
 runs: query i of n sees the keys before num_keys - (n - 1 - i). A part may hold no key that a query
@@ -28,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.decode_items import ITEM_FIELDS
 from kernels.attention.eight_bits import SHIFT, dot_keys, widen_pairs
 from kernels.attention.latent_chunks import (
     add_chunks,
@@ -50,8 +49,6 @@ from kernels.attention.triton_decode import check_store, key_offsets
 from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-
-_ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 
 
 @triton.jit
@@ -82,7 +79,7 @@ def _latent_decode_kernel(
     cu_tokens_ptr,  # int32 [R + 1] of rows of several tokens, or None
     num_keys_ptr,  # int32 [R], with `cu_tokens_ptr`
     block_ids_ptr,  # int32 [N], of all rows
-    items_ptr,  # int32 [items, _ITEM_FIELDS], see `triton_decode`
+    items_ptr,  # int32 [items, ITEM_FIELDS], see `decode_items`
     # outputs
     partial_ptr,  # fp32 [items, tiles, TILE_LINES, RANK]
     log_sums_ptr,  # fp32 [items, tiles, TILE_LINES]
@@ -111,7 +108,7 @@ def _latent_decode_kernel(
 ):
     tile = tl.program_id(0)
     item = tl.program_id(1)
-    at = items_ptr + item * _ITEM_FIELDS
+    at = items_ptr + item * ITEM_FIELDS
     row = tl.load(at).to(tl.int64)
     part = tl.load(at + 1)
     num_parts = tl.load(at + 2)

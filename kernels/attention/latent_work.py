@@ -1,8 +1,8 @@
 """How the latents of a step's rows are split among programs, and the scratch memory of the parts.
 
-A line is one head of one of a row's new tokens, token after token. Lines stand in equal tiles, keys
-in parts; the split of keys is `triton_decode`'s, where a tile of lines stands for a KV head. Knows
-no kernel (`latent_decode.py`).
+A line is one head of one of a row's new tokens, token after token. Lines stand in equal tiles. Keys
+are split into items as in `decode_items`: a tile of lines stands where that has a KV head. Knows no
+kernel (`latent_decode.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -11,15 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.attention.decode_items import DecodeConfig, DecodeWork, open_decode, plan_decode
 from kernels.attention.latent import LatentShape
 from kernels.attention.protocol import AttentionShape, RowTensors
-from kernels.attention.triton_decode import (
-    MIN_DOT_ROWS,
-    DecodeConfig,
-    DecodeWork,
-    open_decode,
-    plan_decode,
-)
+from kernels.attention.triton_decode import MIN_DOT_ROWS
 from kernels.device import DeviceProperties, stages_that_fit
 
 _MAX_TILE_LINES = 64
