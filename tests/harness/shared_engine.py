@@ -76,4 +76,5 @@ class SharedEngine:
     def end(self) -> None:
         """The others stop; every rank had the same plans and the same tokens."""
         self._ranks.say(None)
-        assert self._ranks.answers() == [self.digests]
+        others = self._ranks.comm.rank.size - 1
+        assert self._ranks.answers() == [self.digests] * others
