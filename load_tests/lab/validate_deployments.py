@@ -6,12 +6,12 @@
 
 Workers get step costs that workers of the same role had fitted in the end, in the first deployment
 with such workers: those that prefill alone see no decodes, and a fit to the steps of unified ones
-may be a fifth off at the few sizes of their steps. Those that decode get what unified workers had
+may be a quarter off at the few sizes of their steps. Those that decode get what unified workers had
 fitted. Costs of another file (`--costs`, also of `bench_mixed --json`) are chosen likewise;
 `--costs-of` gives all workers one variant's. vLLM is not simulated. What no fit contains is stated:
 `--host-ms` from a plan to its step's start on an idle device, `--http-ms` from the end of a step to
-the client, besides what comes before the worker. A handoff takes what `ClusterSpec` says. Errors are
-relative to the measured value; within 10 % is met.
+the client, besides what comes before the worker. A handoff takes what `ClusterSpec` says. Errors
+are relative to the measured value; within 10 % is met.
 """
 
 import argparse
