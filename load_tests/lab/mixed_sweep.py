@@ -17,6 +17,7 @@ from load_tests.mixed_report import Limits, Numbers, Point, Run, render_report
 
 GOOD_SHARE = 0.9  # of requests within the limits
 SEARCH_STEP = 0.05  # the highest good rate is known to within this share of it
+SEARCH_STRIDE = 1.25  # from the highest good rate up, or from the lowest bad one down
 GIVE_UP_SHARE = 0.1  # of the highest bad rate: below that no good one is looked for
 DRAIN_SHARE = 1.15  # of a run's arrivals, until the last token
 
@@ -123,11 +124,14 @@ class Sweep:
         loads: Sequence[MixedLoad],
         path: Path | None,
         after: Callable[[Point], None] = lambda point: None,
+        stride: float = SEARCH_STRIDE,
     ) -> None:
         """`loads`: one a seed, at a rate that is replaced; `path`: where results are kept.
 
-        after: is told each point once it was measured.
+        after: is told each point once it was measured. stride: of a search, above 1, until it has
+        a good and a bad rate.
         """
+        self._stride = stride
         self._after = after
         self._results = results
         self._budget = budget
@@ -173,7 +177,7 @@ class Sweep:
     def search_once(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> bool:
         """Measure the next rate of a search; whether there was one, and time for it."""
         good = self._results.good_rates(variant)
-        rate = next_rate(good, SEARCH_STEP) if good else None
+        rate = next_rate(good, SEARCH_STEP, self._stride) if good else None
         if rate is not None:
             self.measure(variant, rate, serve, seeds)
         known = self._results.good_rates(variant)
@@ -193,7 +197,9 @@ def is_good(point: Point, limits: Limits) -> bool:
     return point.share_within(limits) >= GOOD_SHARE and not point.is_growing
 
 
-def next_rate(good: Mapping[float, bool], step: float) -> float | None:
+def next_rate(
+    good: Mapping[float, bool], step: float, stride: float = SEARCH_STRIDE
+) -> float | None:
     """Where to look next for the highest good rate; None when it is known to within `step`.
 
     Also None when no rate was good down to a small share of the highest.
@@ -201,9 +207,9 @@ def next_rate(good: Mapping[float, bool], step: float) -> float | None:
     highest = highest_good(good)
     bad = [rate for rate, is_rate_good in good.items() if not is_rate_good]
     if highest is None:
-        return min(bad) / 1.25 if min(bad) > GIVE_UP_SHARE * max(bad) else None
+        return min(bad) / stride if min(bad) > GIVE_UP_SHARE * max(bad) else None
     if not bad:
-        return highest * 1.25
+        return highest * stride
     return math.sqrt(highest * min(bad)) if min(bad) > highest * (1 + step) else None
 
 

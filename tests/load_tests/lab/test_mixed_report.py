@@ -134,6 +134,16 @@ def test_a_good_rate_above_a_bad_one_does_not_count() -> None:
     assert next_rate({10.0: False, 20.0: True}, 0.05) == 8.0
 
 
+def test_a_small_stride_needs_fewer_runs_close_to_the_truth() -> None:
+    def num_runs(stride: float) -> int:
+        good = {100.0: True}
+        while (rate := next_rate(good, 0.05, stride)) is not None:
+            good[rate] = rate <= 107.0
+        return len(good)
+
+    assert (num_runs(1.12), num_runs(1.25)) == (4, 5)
+
+
 def sweep_of(results: Results, budget: Budget, path: Path | None = None) -> Sweep:
     loads = [MixedLoad(rate=1.0, duration_s=4.0, seed=seed) for seed in (7, 8)]
     return Sweep(results, budget, loads, path)
