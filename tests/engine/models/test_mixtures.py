@@ -108,6 +108,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm4_moe_lite_listed": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
+    ),
 }
 
 
