@@ -82,8 +82,8 @@ class Supervisor:
 
         spec_text: a DeploymentSpec's.
         """
-        set_up_logging()
         spec = DeploymentSpec.from_text(spec_text)
+        set_up_logging(spec.config.log_level)
         app_name = serve.get_deployment_actor_context().app_name
         own_name = ray.get_runtime_context().get_actor_name()
         self._spec = spec.in_application(app_name, supervisor=own_name or "")

@@ -18,6 +18,7 @@ from kernels.attention.latent_prefill import (
     PIECE_BYTES,
     LatentPrefill,
     LatentPrefillConfig,
+    config_for,
     keys_a_piece,
     latent_prefill,
     plan_prefill,
@@ -97,7 +98,7 @@ class TritonLatent:
         self._decode_config = decode_config or fitted_config(
             shape, device_properties(device), whole_rows=fixed_tile
         )
-        self._prefill_config = prefill_config or LatentPrefillConfig()
+        self._prefill_config = prefill_config or config_for(shape)
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
 
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:

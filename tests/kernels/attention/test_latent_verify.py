@@ -20,6 +20,7 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
 )
 from tests.kernels.attention.test_latent_attention import (
+    GLM,
     SMALL,
     V2_LITE,
     V3,
@@ -222,7 +223,7 @@ def test_it_compiles_for_an_h200() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
 def test_it_compiles_for_every_gpu(name: str) -> None:
-    _compile(name, [(V2_LITE, 2), (V2_LITE, 5), (V3, 4)])
+    _compile(name, [(V2_LITE, 2), (V2_LITE, 5), (V3, 4), (GLM, 4)])
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_many_rows_with_drafts_equal_float64_every_time(num_rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [V2_LITE, V3], ids=str)
+@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM], ids=str)
 def test_a_graph_follows_rows_and_tokens_that_change(
     shape: LatentShape, dtype: torch.dtype
 ) -> None:
