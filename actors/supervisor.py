@@ -85,9 +85,9 @@ class Supervisor:
 
         spec_text: a DeploymentSpec's.
         """
-        set_up_logging()
-        leave_out("ray.actor", WARNED_OF)
         spec = DeploymentSpec.from_text(spec_text)
+        set_up_logging(spec.config.log_level)
+        leave_out("ray.actor", WARNED_OF)
         app_name = serve.get_deployment_actor_context().app_name
         own_name = ray.get_runtime_context().get_actor_name()
         self._spec = spec.in_application(app_name, supervisor=own_name or "")

@@ -1,10 +1,13 @@
 """Which tests a time limit ends with their process, and what a run that is cut short says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-CONFTEST = Path(__file__).with_name("conftest.py")
+
+def _conftest(request: pytest.FixtureRequest) -> Any:
+    return request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
 
 
 def _method(request: pytest.FixtureRequest, *markers: pytest.MarkDecorator) -> object:
@@ -35,7 +38,7 @@ def test_a_run_that_is_cut_short_says_where_its_test_stood(
 
     with pytest.raises(KeyboardInterrupt) as cut:
         wait_for_a_compiler()
-    request.config.pluginmanager.get_plugin(str(CONFTEST)).pytest_keyboard_interrupt(cut)
+    _conftest(request).pytest_keyboard_interrupt(cut)
     assert "in wait_for_a_compiler" in capsys.readouterr().out
 
 
@@ -46,6 +49,5 @@ def test_what_compiles_for_minutes_on_a_gpu_comes_last(request: pytest.FixtureRe
     ]
     for item in items[1:]:
         item.add_marker(pytest.mark.gpu)
-    config, session = request.config, request.session
-    config.hook.pytest_collection_modifyitems(config=config, session=session, items=items)
+    _conftest(request).pytest_collection_modifyitems(items)
     assert [item.name.partition("[")[0] for item in items] == ["one", "another", "other"]

@@ -2,19 +2,21 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
+LogLevel = Literal["debug", "info"]
 FORMAT = "%(levelname)s %(asctime)s %(message)s"
 ROOMS = ("actors", "engine", "kernels")
 
 
-def set_up_logging() -> None:
-    """Send our own modules' INFO to stderr, whatever the host process logs otherwise."""
+def set_up_logging(level: LogLevel) -> None:
+    """Send our own modules' lines of that level to stderr, whatever the host process logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
     for room in ROOMS:
         logger = logging.getLogger(room)
         logger.handlers = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level.upper())
         logger.propagate = False
 
 

@@ -25,7 +25,7 @@ async def watch_nothing(_: Supervisor) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor without Ray, whose lifeline the test looks at by itself."""
     context = SimpleNamespace(get_actor_name=lambda: "supervisor")
-    monkeypatch.setattr(supervisor, "set_up_logging", lambda: None)
+    monkeypatch.setattr(supervisor, "set_up_logging", lambda level: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(
         serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")

@@ -15,7 +15,7 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.names import AttentionName, AttentionNames
-from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED
+from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED, exchanging
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.test_gpu_engine import DECISIVE, mixed_work
 from tests.harness.in_process import GREEDY, answer
@@ -68,9 +68,10 @@ def _logits(
     cuda = torch.device("cuda")
     model = build_model(folder, dtype=torch.bfloat16, device=cuda, rank=comm.rank, source=source)
     attention = AttentionNames(prefill=prefill, decode="triton")
-    driver = StepDriver(model, seed=3, block_size=16, comm=comm, attention=attention)
-    if model.can_exchange:
-        driver.executor.exchange_tokens(100)
+    options = exchanging(model, min_tokens=100)
+    driver = StepDriver(
+        model, seed=3, block_size=16, comm=comm, attention=attention, options=options
+    )
     driver.admit(0, [(7 * i) % 131 for i in range(300)])
     driver.admit(1, [(5 * i) % 131 for i in range(40)])
     found = [driver.logits({0: 150, 1: 31})]
