@@ -32,12 +32,8 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import (
-    GPT_OSS_MXFP4,
-    ONLINE_FP8,
-    Quantization,
-    read_quantization,
-)
+from engine.models.quantization import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
+from engine.models.quantization_config import read_quantization
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
 from engine.ranks.rank import Rank
 
@@ -350,6 +346,7 @@ def _deepseek(
 
 
 _WITH_VISION = "Gemma3ForConditionalGeneration"  # served as the text model that it contains
+_FILE_PREFIX = "language_model."  # of that model's names
 # What published text_configs leave out where it is the family's default.
 _GEMMA3_DEFAULTS: dict[str, object] = {
     "vocab_size": 262_208,
@@ -406,6 +403,7 @@ def load_spec(
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
     has_head = pooling is None and not has_tied_embeddings
+    file_prefix = _FILE_PREFIX if has_vision else ""
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -432,7 +430,7 @@ def load_spec(
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
-        file_prefix="language_model." if has_vision else "",
+        file_prefix=file_prefix,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
@@ -440,7 +438,9 @@ def load_spec(
         mixture=_shared_mixture(config, family, sharing),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
-        quantization=_quantization(config, quantization, family, has_head=has_head),
+        quantization=_quantization(
+            config, quantization, family, has_head=has_head, file_prefix=file_prefix
+        ),
     )
 
 
@@ -480,14 +480,14 @@ def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
 
 
 def _quantization(
-    config: ConfigFile, asked: str, family: _Family, *, has_head: bool
+    config: ConfigFile, asked: str, family: _Family, *, has_head: bool, file_prefix: str
 ) -> Quantization | None:
     mixture = family.mixture
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
-    published = read_quantization(config, has_head=has_head)
+    published = read_quantization(config, has_head=has_head, file_prefix=file_prefix)
     if asked == "auto":
         return published
     if published is not None:
