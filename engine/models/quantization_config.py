@@ -60,7 +60,7 @@ def read_quantization(
     has_head: whether the model has an lm_head of its own. file_prefix: of all names in the files.
     Raises ConfigError for a format that is not supported.
     """
-    section = _section(config)
+    section = published_section(config)
     if section is None or _is_of_kv_alone(section):
         return None
     method = _method(section)
@@ -79,7 +79,8 @@ def read_quantization(
     return quantization
 
 
-def _section(config: ConfigFile) -> ConfigFile | None:
+def published_section(config: ConfigFile) -> ConfigFile | None:
+    """What config.json, or ModelOpt's file beside it, says of the quantisation; None = nothing."""
     section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
     beside = config.path.parent / MODELOPT_FILE
     if section is None and beside.exists():
