@@ -28,6 +28,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from engine.models.compressed_tensors import is_of_attention, read_compressed
 from engine.models.config_file import ConfigFile
 from engine.models.quantization import (
     HEAD_MODULE,
@@ -38,18 +39,18 @@ from engine.models.quantization import (
     Quantization,
     compiled_entries,
 )
+from engine.models.quantization_keys import (
+    INT_BITS,
+    KINDS,
+    MXFP8_GROUP,
+    WAY_OUT,
+    names_of,
+    require,
+)
 
 SECTIONS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
-_KINDS = (
-    "fp8, fbgemm_fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized,"
-    " mxfp8-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized), awq, gptq, auto-round, modelopt"
-    " (FP8, MXFP8, NVFP4), quark (fp8_e4m3, fp4)"
-)
-_DENSE = "use unquantized weights, or quantise them with model.quantization: fp8"
 _PLAIN_NAME = re.compile(r"[\w.-]*")
-_INT_BITS = (4, 8)
-_MXFP8_GROUP = 32  # inputs that share a scale
 
 
 def read_quantization(
@@ -66,7 +67,7 @@ def read_quantization(
     method = _method(section)
     if method not in _METHODS:
         raise section.error(
-            "quant_method", f"{method!r} is not supported; supported: {_KINDS}; {_DENSE}"
+            "quant_method", f"{method!r} is not supported; supported: {KINDS}; {WAY_OUT}"
         )
     quantization = replace(_METHODS[method](section), file_prefix=file_prefix)
     for key, entries in (("targets", quantization.targets), ("ignore", quantization.ignored)):
@@ -99,7 +100,7 @@ def _is_of_kv_alone(section: ConfigFile) -> bool:
         case "compressed-tensors":
             groups = section.section("config_groups")
             has_weights = groups is not None and any(
-                not _is_of_attention(groups.section(name)) for name in groups.keys
+                not is_of_attention(groups.section(name)) for name in groups.keys
             )
             return section.section("kv_cache_scheme") is not None and not has_weights
         case "modelopt":
@@ -144,10 +145,6 @@ def _fbgemm(section: ConfigFile) -> Quantization:
     )
 
 
-def _names(section: ConfigFile, *keys: str) -> tuple[str, ...]:
-    return tuple(name for key in keys for name in section.texts(key) or ())
-
-
 def _left_out(section: ConfigFile, *keys: str) -> tuple[str, ...]:
     """Modules that are not converted; transformers reads every entry as an expression, too.
 
@@ -161,214 +158,7 @@ def _left_out(section: ConfigFile, *keys: str) -> tuple[str, ...]:
             return name
         return name.strip(".") if _PLAIN_NAME.fullmatch(name) else f"re:(?:{name}){end}"
 
-    return tuple(map(entry, _names(section, *keys)))
-
-
-# ---- compressed-tensors --------------------------------------------------------------------------
-
-
-def _compressed(section: ConfigFile) -> Quantization:
-    for key in ("sparsity_config", "transform_config"):
-        nested = section.section(key)
-        if nested is not None and nested.text("format", key) != "dense":
-            raise section.error(key, "is not supported")
-    # Early versions wrote compressed weights as frozen; that they are is seen by their names.
-    status = section.text("quantization_status", "compressed")
-    if status not in ("compressed", "frozen"):
-        raise section.error("quantization_status", f"{status!r} is not supported: compressed is")
-    first, *others = [_compressed_group(section, *found) for found in _groups(section)]
-    if any(replace(other, targets=first.targets) != first for other in others):
-        raise section.error("config_groups", "are of several schemes; one is supported")
-    targets = [one.targets for one in (first, *others)]
-    return replace(first, targets=sum(targets, ()) if all(targets) else ())
-
-
-def _compressed_group(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
-    """One of `config_groups`: modules that are quantised alike."""
-    found = group.text("format", section.text("format", ""))
-    number = weights.text("type", "int")
-    match found, number:
-        case ("float-quantized" | "naive-quantized", "float"):
-            _require(weights, "num_bits", 8)
-            return _compressed_fp8(section, group, weights)
-        case ("mxfp8-quantized", "float"):
-            _require(weights, "num_bits", 8)
-            _require(weights, "group_size", _MXFP8_GROUP)
-            return replace(_compressed_fp8(section, group, weights), has_exponents=True)
-        case ("int-quantized" | "naive-quantized", "int"):
-            _require(weights, "num_bits", 8)
-            return _compressed_int8(section, group, weights)
-        case ("pack-quantized", "int"):
-            _require(weights, "num_bits", *_INT_BITS)
-            return _compressed_packed(section, group, weights)
-        case ("mxfp4-pack-quantized" | "nvfp4-pack-quantized", "float"):
-            _require(weights, "num_bits", 4)
-            is_mx = found.startswith("mx")
-            size = MXFP4_GROUP if is_mx else NVFP4_GROUP
-            _require(weights, "group_size", size)
-            return Quantization(
-                packing=Packing.MXFP4 if is_mx else Packing.NVFP4,
-                tile_rows=1,
-                tile_columns=size,
-                targets=_names(group, "targets"),
-                ignored=_names(section, "ignore"),
-            )
-    raise section.error(
-        "format",
-        f"{found!r} with weights of type {number!r} is not supported;"
-        f" supported: {_KINDS}; {_DENSE}",
-    )
-
-
-def _groups(section: ConfigFile) -> list[tuple[ConfigFile, ConfigFile]]:
-    """Every one of `config_groups` of linear maps, and how its weights are quantised."""
-    groups = section.section("config_groups")
-    if groups is None or not groups.keys:
-        raise section.error("config_groups", "has no group; what is quantised must be said")
-    found = []
-    for name in groups.keys:
-        group = groups.section(name)
-        if _is_of_attention(group):
-            continue
-        weights = None if group is None else group.section("weights")
-        if group is None or weights is None:
-            raise groups.error(name, "has no weights; only quantised weights are supported")
-        if group.section("output_activations") is not None:
-            raise group.error("output_activations", "are not supported")
-        if weights.flag("dynamic", False):
-            raise weights.error("dynamic", "true is not supported for weights")
-        found.append((group, weights))
-    if not found:
-        raise section.error("config_groups", "has no group of weights")
-    return found
-
-
-def _is_of_attention(group: ConfigFile | None) -> bool:
-    """Whether a group is of attention as such (LlamaAttention): of queries, keys and values.
-
-    What it says of K and V is in `kv_cache_scheme` too; queries are as they are.
-    """
-    if group is None or group.section("weights") is not None:
-        return False
-    targets = _names(group, "targets")
-    return bool(targets) and all(
-        target.rstrip("$").endswith(("Attention", "self_attn")) for target in targets
-    )
-
-
-def _strategy(weights: ConfigFile) -> str:
-    """Which weights share a scale; where it is not said, the size of groups says it."""
-    size = weights.optional_integer("group_size", minimum=-1)
-    inferred = {None: "tensor", -1: "channel"}.get(size, "group")
-    return weights.text("strategy", inferred)
-
-
-def _require(section: ConfigFile, key: str, *values: int) -> None:
-    found = section.integer(key)
-    if found not in values:
-        supported = ", ".join(map(str, values))
-        raise section.error(key, f"{found} is not supported here; supported: {supported}")
-
-
-def _has_fp8_activations(group: ConfigFile) -> bool:
-    """Whether inputs are rounded to FP8; integers are not, whatever is said; raises for others."""
-    activations = group.section("input_activations")
-    if activations is None:
-        return False
-    found = (activations.text("type", "int"), activations.integer("num_bits"))
-    if found not in (("float", 8), ("int", 8)):
-        raise group.error("input_activations", f"{found} are not supported: 8 bits are")
-    return found == ("float", 8)
-
-
-def _check_inputs(group: ConfigFile, number: str) -> None:
-    """Raises where the inputs of 8-bit weights are of another kind of number than these."""
-    activations = group.section("input_activations")
-    if activations is not None and activations.text("type", "int") != number:
-        raise group.error("input_activations", f"are not of type {number}, as the weights are")
-
-
-def _compressed_fp8(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
-    _check_inputs(group, "float")
-    quantizes_activations = _has_fp8_activations(group)
-    if not weights.flag("symmetric", True):
-        raise weights.error("symmetric", "false is not supported for float")
-    rows: int | None
-    columns: int | None
-    match strategy := _strategy(weights):
-        case "tensor":
-            rows, columns = None, None
-        case "channel":
-            rows, columns = 1, None
-        case "group":
-            rows, columns = 1, weights.integer("group_size")
-        case "block":
-            rows, columns = _block_structure(weights)
-        case _:
-            raise weights.error("strategy", f"{strategy!r} is not supported with float-quantized")
-    return Quantization(
-        packing=Packing.FP8,
-        tile_rows=rows,
-        tile_columns=columns,
-        quantizes_activations=quantizes_activations,
-        targets=_names(group, "targets"),
-        ignored=_names(section, "ignore"),
-    )
-
-
-def _block_structure(weights: ConfigFile) -> tuple[int, int]:
-    """Rows and columns of a tile: two numbers, or "128x128" as early versions wrote them."""
-    key = "block_structure"
-    if weights.is_text(key):
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", weights.text(key))
-        block = () if found is None else tuple(map(int, found.groups()))
-    else:
-        block = weights.integers(key)
-    if len(block) != 2:
-        raise weights.error(key, f"must be two numbers, found {list(block)}")
-    return block[0], block[1]
-
-
-def _compressed_int8(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
-    _check_inputs(group, "int")
-    if not weights.flag("symmetric", True):
-        raise weights.error("symmetric", "false is not supported with int-quantized")
-    rows, columns = _int_tile(weights)
-    return Quantization(
-        packing=Packing.INT8,
-        tile_rows=rows,
-        tile_columns=columns,
-        targets=_names(group, "targets"),
-        ignored=_names(section, "ignore"),
-    )
-
-
-def _int_tile(weights: ConfigFile) -> tuple[int | None, int | None]:
-    """Outputs and inputs that share a scale, of integers."""
-    strategy = _strategy(weights)
-    if strategy not in ("tensor", "group", "channel"):
-        raise weights.error("strategy", f"{strategy!r} is not supported with integers")
-    rows = None if strategy == "tensor" else 1
-    return rows, weights.integer("group_size") if strategy == "group" else None
-
-
-def _compressed_packed(section: ConfigFile, group: ConfigFile, weights: ConfigFile) -> Quantization:
-    quantizes_activations = _has_fp8_activations(group)
-    is_symmetric = weights.flag("symmetric", True)
-    rows, columns = _int_tile(weights)
-    if rows is None and not is_symmetric:
-        raise weights.error("symmetric", "false is not supported with a scale a tensor")
-    return Quantization(
-        packing=Packing.COMPRESSED_INT,
-        tile_rows=rows,
-        tile_columns=columns,
-        bits=weights.integer("num_bits"),
-        has_zero_points=not is_symmetric,
-        must_have_order=weights.text("actorder", "weight") in ("group", "dynamic"),
-        quantizes_activations=quantizes_activations,
-        targets=_names(group, "targets"),
-        ignored=_names(section, "ignore"),
-    )
+    return tuple(map(entry, names_of(section, *keys)))
 
 
 # ---- awq and gptq --------------------------------------------------------------------------------
@@ -383,7 +173,7 @@ def _group_size(section: ConfigFile) -> int | None:
 
 
 def _awq(section: ConfigFile) -> Quantization:
-    _require(section, "bits", 4)
+    require(section, "bits", 4)
     written = section.text("format", section.text("checkpoint_format", "gemm"))  # GPTQModel
     version = section.text("version", written).lower()
     if version != "gemm":
@@ -400,7 +190,7 @@ def _awq(section: ConfigFile) -> Quantization:
 
 
 def _gptq(section: ConfigFile) -> Quantization:
-    _require(section, "bits", *_INT_BITS)
+    require(section, "bits", *INT_BITS)
     checkpoint = section.text("checkpoint_format", section.text("format", "gptq"))
     if checkpoint not in ("gptq", "gptq_v2"):
         raise section.error(
@@ -456,7 +246,7 @@ _UNQUANTISED_BITS = 16
 
 
 def _auto_round(section: ConfigFile) -> Quantization:
-    _require(section, "bits", *_INT_BITS)
+    require(section, "bits", *INT_BITS)
     kind = section.text("data_type", "int")
     if kind != "int":
         raise section.error("data_type", f"{kind!r} is not supported; supported: int")
@@ -470,7 +260,7 @@ def _auto_round(section: ConfigFile) -> Quantization:
             "packing_format", f"{packing!r} is not supported; supported: {supported}"
         )
     if is_awq:
-        _require(section, "bits", 4)
+        require(section, "bits", 4)
     blocks = (
         section.text("block_name_to_quantize", "")
         if section.is_text("block_name_to_quantize")
@@ -532,7 +322,7 @@ _MODELOPT_ALGORITHMS = (
 def _modelopt(section: ConfigFile) -> Quantization:
     """Both of its forms: as in config.json, and as in hf_quant_config.json."""
     algorithm = section.text("quant_algo", "")
-    ignored = _globs(_names(section, "ignore", "exclude_modules", "modules_to_not_convert"))
+    ignored = _globs(names_of(section, "ignore", "exclude_modules", "modules_to_not_convert"))
     match algorithm.upper():
         case "FP8" | "FP8_PER_CHANNEL_PER_TOKEN":
             return Quantization(
@@ -543,11 +333,11 @@ def _modelopt(section: ConfigFile) -> Quantization:
                 ignored=ignored,
             )
         case "MXFP8":
-            _check_modelopt_group(section, _MXFP8_GROUP)
+            _check_modelopt_group(section, MXFP8_GROUP)
             return Quantization(
                 packing=Packing.FP8,
                 tile_rows=1,
-                tile_columns=_MXFP8_GROUP,
+                tile_columns=MXFP8_GROUP,
                 has_exponents=True,
                 quantizes_activations=True,
                 ignored=ignored,
@@ -595,7 +385,7 @@ def _quark(section: ConfigFile) -> Quantization:
     general = section.section("global_quant_config")
     if general is None:
         raise section.error("global_quant_config", "is missing")
-    quantization = _quark_scheme(general, _globs(_names(section, "exclude")))
+    quantization = _quark_scheme(general, _globs(names_of(section, "exclude")))
     layers = section.section("layer_quant_config")
     for name in [] if layers is None else layers.keys:
         assert layers is not None, "it has names"
@@ -623,7 +413,7 @@ def _quark_scheme(general: ConfigFile, ignored: tuple[str, ...]) -> Quantization
                 ignored=ignored,
             )
         case ("fp4", "per_group") if weight.text("scale_format", "") == "e8m0":
-            _require(weight, "group_size", MXFP4_GROUP)
+            require(weight, "group_size", MXFP4_GROUP)
             return Quantization(
                 packing=Packing.QUARK_MXFP4,
                 tile_rows=1,
@@ -633,14 +423,14 @@ def _quark_scheme(general: ConfigFile, ignored: tuple[str, ...]) -> Quantization
     raise weight.error(
         "dtype",
         f"{kind!r} {shared} is not supported; supported: fp8_e4m3 per_tensor or per_channel, fp4 in"
-        f" groups of 32 with scales in e8m0; {_DENSE}",
+        f" groups of 32 with scales in e8m0; {WAY_OUT}",
     )
 
 
 _METHODS: dict[str, Callable[[ConfigFile], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
-    "compressed-tensors": _compressed,
+    "compressed-tensors": read_compressed,
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,

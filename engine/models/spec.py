@@ -170,6 +170,7 @@ class _Family:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     is_gemma: bool = False
+    file_prefix: str = ""
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -316,6 +317,10 @@ def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _gemma3_with_vision(config: ConfigFile, num_layers: int) -> _Family:
+    return replace(_gemma3(config, num_layers), file_prefix="language_model.")
+
+
 def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
     return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
 
@@ -346,7 +351,6 @@ def _deepseek(
 
 
 _WITH_VISION = "Gemma3ForConditionalGeneration"  # served as the text model that it contains
-_FILE_PREFIX = "language_model."  # of that model's names
 # What published text_configs leave out where it is the family's default.
 _GEMMA3_DEFAULTS: dict[str, object] = {
     "vocab_size": 262_208,
@@ -373,7 +377,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    _WITH_VISION: _gemma3,
+    _WITH_VISION: _gemma3_with_vision,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -403,7 +407,6 @@ def load_spec(
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
     has_head = pooling is None and not has_tied_embeddings
-    file_prefix = _FILE_PREFIX if has_vision else ""
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -430,7 +433,7 @@ def load_spec(
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
-        file_prefix=file_prefix,
+        file_prefix=family.file_prefix,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
@@ -438,9 +441,7 @@ def load_spec(
         mixture=_shared_mixture(config, family, sharing),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
-        quantization=_quantization(
-            config, quantization, family, has_head=has_head, file_prefix=file_prefix
-        ),
+        quantization=_quantization(config, quantization, family, has_head=has_head),
     )
 
 
@@ -480,14 +481,14 @@ def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
 
 
 def _quantization(
-    config: ConfigFile, asked: str, family: _Family, *, has_head: bool, file_prefix: str
+    config: ConfigFile, asked: str, family: _Family, *, has_head: bool
 ) -> Quantization | None:
     mixture = family.mixture
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
-    published = read_quantization(config, has_head=has_head, file_prefix=file_prefix)
+    published = read_quantization(config, has_head=has_head, file_prefix=family.file_prefix)
     if asked == "auto":
         return published
     if published is not None:
