@@ -638,6 +638,13 @@ def test_a_configuration_of_the_hub_is_read(name: str, tmp_path: Path) -> None:
     assert (ours.layers[1].down.scales is None) == is_made_matrix
 
 
+def test_ranks_share_scales_that_have_no_last_dimension(tmp_path: Path) -> None:
+    folder, stands_for = _folder(tmp_path, HUB["FP8 an output, by ModelOpt"])
+    for index in range(2):
+        rank = Rank(index, 2)
+        _assert_same_weights(_load(folder, rank=rank), _load(stands_for, rank=rank))
+
+
 # ---- 8-bit integers ------------------------------------------------------------------------------
 
 
