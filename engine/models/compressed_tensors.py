@@ -43,7 +43,9 @@ def _compressed_group(section: ConfigFile, group: ConfigFile, weights: ConfigFil
         case ("mxfp8-quantized", "float"):
             require(weights, "num_bits", 8)
             require(weights, "group_size", MXFP8_GROUP)
-            return replace(_compressed_fp8(section, group, weights), has_exponents=True)
+            # Inputs are rounded in groups of 128 or by tokens, not in groups of 32.
+            fp8 = _compressed_fp8(section, group, weights)
+            return replace(fp8, has_exponents=True, quantizes_activations=False)
         case ("int-quantized" | "naive-quantized", "int"):
             require(weights, "num_bits", 8)
             return _compressed_int8(section, group, weights)

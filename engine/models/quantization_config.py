@@ -339,7 +339,6 @@ def _modelopt(section: ConfigFile) -> Quantization:
                 tile_rows=1,
                 tile_columns=MXFP8_GROUP,
                 has_exponents=True,
-                quantizes_activations=True,
                 ignored=ignored,
             )
         case "NVFP4" | "W4A16_NVFP4":
