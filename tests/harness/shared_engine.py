@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from engine.core import Executor, PendingStep
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.plan import StepPlan, StepResult
 from tests.engine.ranks.exact_models import planted
@@ -59,22 +62,42 @@ def _follow(comm: Comm, settings: Mapping[str, object], fault: str | None) -> Di
 
 
 class SharedEngine:
-    """The first rank's engine, and what all its steps came to."""
+    """The first rank's engine, and what all its steps came to, while the context is open.
+
+    At its end every rank must have had the same plans and the same tokens.
+    """
 
     def __init__(
         self, ranks: RankProcesses, settings: Mapping[str, object], fault: str | None = None
     ) -> None:
         """fault: a mistake of the last rank, see `planted`."""
-        self._ranks = ranks
+        self.engine: Engine
         self.digests: Digests = []
-        ranks.start(_follow, settings, fault)
-        self.engine = start_engine(ranks.comm, **settings)
-        self.engine.core.wrap_executor(
-            lambda executor: _LeadingSteps(executor, ranks, self.digests)
-        )
+        self._ranks = ranks
+        self._settings = settings
+        self._fault = fault
 
-    def end(self) -> None:
-        """The others stop. Raises AssertionError where one had other plans or tokens."""
+    def __enter__(self) -> Self:
+        self._ranks.start(_follow, self._settings, self._fault)
+        try:
+            self.engine = start_engine(self._ranks.comm, **self._settings)
+        except BaseException:
+            self._ranks.say(None)
+            raise
+        self.engine.core.wrap_executor(
+            lambda executor: _LeadingSteps(executor, self._ranks, self.digests)
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises AssertionError where a rank had other plans or tokens."""
         self._ranks.say(None)
+        if kind is not None:
+            return
         for index, digests in enumerate(self._ranks.answers(), start=1):
             assert digests == self.digests, f"rank {index} had other plans or tokens"

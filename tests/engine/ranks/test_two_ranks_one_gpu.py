@@ -126,12 +126,11 @@ def test_whole_experts_give_logits_close_to_those_of_one_rank(
 
 def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
     tokenizing = load_tokenizer(MODEL)
-    shared = SharedEngine(ranks, SETTINGS)
     prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
-    found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    with SharedEngine(ranks, SETTINGS) as shared:
+        found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
     for answered, expected in zip(found, DECISIVE.values(), strict=True):
         assert tokenizing.decode(answered.tokens).startswith(expected)
-    shared.end()
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
@@ -140,8 +139,7 @@ def test_both_ranks_sample_the_same_over_mixed_steps(
 ) -> None:
     """More requests than rows, every kind of sampling; steps in flight behind each other."""
     _save(tmp_path, num_kv_heads)
-    shared = SharedEngine(ranks, SETTINGS | {"model__path": str(tmp_path)})
-    found = answer(shared.engine, mixed_work(seed=7, count=60))
+    with SharedEngine(ranks, SETTINGS | {"model__path": str(tmp_path)}) as shared:
+        found = answer(shared.engine, mixed_work(seed=7, count=60))
     assert all(one.finish for one in found)
     assert len(shared.digests) > 60
-    shared.end()
