@@ -168,7 +168,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
     assert counts.num_accepted == counts.num_drafted > 200
 
 
-@pytest.mark.parametrize("settings", [{}, {**DECODE, "speculation__max_graph_tokens": 64}])
+@pytest.mark.parametrize("settings", [{"speculation__max_graph_tokens": 0}, DECODE])
 def test_rows_planned_ahead_attend_to_what_they_have(
     folder: Path, asked: list[Asked], settings: dict[str, object]
 ) -> None:
@@ -183,7 +183,7 @@ def test_rows_planned_ahead_attend_to_what_they_have(
 @pytest.mark.parametrize(
     "settings",
     [
-        DECODE,
+        {**DECODE, "speculation__max_graph_tokens": 0},
         {**DECODE, "speculation__max_graph_tokens": 96},
         {"speculation__max_graph_tokens": 96},
     ],

@@ -228,10 +228,18 @@ def test_two_ranks_are_measured_as_one_engine(
         turn.touch()
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=let_others_measure))
+    warmed_after_turn, warm_up = [], Bench.warm_up
+
+    def noted_warm_up(self: Bench) -> None:
+        warmed_after_turn.append(turn.exists())
+        warm_up(self)
+
+    monkeypatch.setattr(Bench, "warm_up", noted_warm_up)
     switches = [*TINY, "--no-host", "--quick", "--tensor-parallel", "2", "--json"]
     switches += ["--turn", str(turn), "--figures", str(figures)]
     printed = json.loads(_run(switches, tmp_path))
     assert turn.exists()
+    assert warmed_after_turn == [False, True]
     assert list(printed["works"]) == [work.key for work in works]
     host = {name: figure["value"] for name, figure in printed["host"].items()}
     assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
