@@ -296,6 +296,26 @@ def pointers_without_shapes(module: Module) -> list[str]:
     ]
 
 
+_DOTTED = re.compile(rf"`((?:{'|'.join(ROOMS)})(?:\.\w+)+)`")
+
+
+def names_of_nothing(module: Module) -> list[str]:
+    """Modules that a docstring or a comment names, and what of them, have to be there."""
+    return [name for name in _DOTTED.findall(module.source) if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    """Whether a module or a folder has this name, or one has it without its last words."""
+    if (ROOT / name.replace(".", "/")).is_dir():
+        return True
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        found = BY_NAME.get(".".join(parts[:length]))
+        if found is not None:
+            return all(re.search(rf"\b{part}\b", found.source) for part in parts[length:])
+    return False
+
+
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -317,6 +337,7 @@ CODE_RULES: tuple[Rule, ...] = (
     too_long,
     too_many_parameters,
     pointers_without_shapes,
+    names_of_nothing,
 )
 TEST_RULES: tuple[Rule, ...] = (
     imports_of_the_lab,
@@ -403,6 +424,8 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (too_long, "engine.core", "x = 1\n" * (MAX_FILE_LINES + 1)),
         (too_long, "engine.core", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (too_many_parameters, "engine.core", "def f(a, b, c, d, *, e, g, h, i, j): ..."),
+        (names_of_nothing, "kernels.rope", '"""Twin: `kernels.reference_rope`."""'),
+        (names_of_nothing, "kernels.rope", "x = 1  # as of `kernels.device.no_such_name`"),
         (pointers_without_shapes, "kernels.rope", "def _rope_kernel(\n    x_ptr,\n    n,\n): ..."),
         (
             too_many_parameters,

@@ -7,7 +7,6 @@ the experts, the outputs of the ranks are to be added, as those of any feed-forw
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -20,9 +19,8 @@ from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
 from engine.layers.operations import Flow, Lane, Op, wait
 from engine.layers.quantized_weight import dequantize
+from engine.layers.shared_output import SharedOutput
 from engine.layers.token_exchange import (
-    Dispatched,
-    Gathered,
     add_parts,
     dispatch,
     gather_tokens,
@@ -40,21 +38,6 @@ class Router(Protocol):
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         """x: [T, hidden]. slots: int32 [T], -1 for padding, which gets no expert; None = none."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SharedOutput:
-    """The output of the expert that all tokens pass; sigmoid(gate) * output is added."""
-
-    # [T, hidden]; or the expert itself, which the kernels of the others compute along with them
-    output: Tensor | SharedMatrices
-    # [T, 1]; None = all of the output is added
-    gate: Tensor | None
-
-    @property
-    def computed(self) -> Tensor:
-        assert isinstance(self.output, Tensor), "the expert is still to be computed"
-        return self.output
 
 
 class SharedExpert:
@@ -276,18 +259,22 @@ class Mixture:
 
     def _compute_dispatched(self, flow: Flow) -> None:
         experts, _ = self._own
-        sent: Dispatched = flow.dispatched
+        sent = flow.dispatched
+        assert sent is not None
         flow.leave(parts=experts(sent.x, sent.routes, None))
 
     def _send_back(self, flow: Flow) -> None:
         parts, flow.parts = flow.parts, None
+        sent = flow.dispatched
         assert parts is not None
-        flow.leave(parts=send_back(parts, flow.dispatched, flow.ctx.comm))
+        assert sent is not None
+        flow.leave(parts=send_back(parts, sent, flow.ctx.comm))
 
     def _add_parts(self, flow: Flow) -> None:
         sent, parts, shared = flow.dispatched, flow.parts, flow.shared
         flow.dispatched = flow.parts = flow.shared = None
         assert parts is not None
+        assert sent is not None
         total = add_parts(parts, sent)
         if shared is not None:
             total = reference.combine(total[:, None], shared.computed, shared.gate)
@@ -296,16 +283,17 @@ class Mixture:
     def _gather(self, flow: Flow) -> None:
         routes, flow.routes = flow.routes, None
         assert routes is not None
-        flow.leave(dispatched=gather_tokens(flow.x, routes, flow.ctx.comm))
+        flow.leave(gathered=gather_tokens(flow.x, routes, flow.ctx.comm))
 
     def _gather_rows(self, flow: Flow) -> None:
         routes, flow.routes, rows = flow.routes, None, flow.ctx.rows
         assert routes is not None
         assert rows is not None, "a step of ranks with rows of their own says how many each has"
-        flow.leave(dispatched=rows.gather(flow.x, routes))
+        flow.leave(gathered=rows.gather(flow.x, routes))
 
     def _compute_gathered(self, flow: Flow) -> None:
-        gathered: Gathered = flow.dispatched
+        gathered = flow.gathered
+        assert gathered is not None
         if self.on_gathered is not None:
             self.on_gathered(gathered.routes)
         flow.leave(parts=self._experts(gathered.x, gathered.routes, None))
@@ -323,7 +311,7 @@ class Mixture:
 
     def _add_shared(self, flow: Flow) -> None:
         parts, shared = flow.parts, flow.shared
-        flow.dispatched = flow.parts = flow.shared = None
+        flow.gathered = flow.parts = flow.shared = None
         assert parts is not None
         flow.x = parts
         if shared is not None:

@@ -22,10 +22,10 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.layers.expert_order import take_orders
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.moe import SharedOutput
 from engine.layers.quantized_operands import check_dtype, check_e4m3, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from engine.layers.rounded_experts import RoundedExperts, rounded_experts
+from engine.layers.shared_output import SharedOutput
 from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import (

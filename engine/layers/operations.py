@@ -27,12 +27,14 @@ it needs, whatever the lanes are: that is the ordinary forward pass.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.layers.attention import ProjectedTokens
 from engine.layers.context import ForwardContext, Unsummed
+from engine.layers.shared_output import SharedOutput
+from engine.layers.token_exchange import Dispatched, Gathered
 from kernels.moe.routes import Routes
 from kernels.quant.coded_tokens import CodedTokens
 
@@ -43,7 +45,7 @@ class Lane(Enum):
     SECOND_STREAM = "computation in a second stream, beside that of the flow"
 
 
-_BETWEEN_OPERATIONS = ("coded", "tokens", "routes", "shared", "dispatched", "parts")
+_BETWEEN_OPERATIONS = ("coded", "tokens", "routes", "shared", "dispatched", "gathered", "parts")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,8 +77,9 @@ class Flow:
     # between operations of one layer: left by `leave`; the last reader clears them
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
-    shared: Any = None  # `SharedOutput` of moe.py
-    dispatched: Any = None  # `Dispatched` or `Gathered` of token_exchange.py
+    shared: SharedOutput | None = None
+    dispatched: Dispatched | None = None
+    gathered: Gathered | None = None
     # [R, hidden], then [S, hidden]  outputs of the rows that came, then of those that were sent
     parts: Tensor | None = None
     # [P] as of `slots`, of the own rows, where ranks have shares of the tokens
@@ -98,8 +101,8 @@ class Flow:
 
     def tensors(self) -> tuple[object, ...]:
         """All that an operation of this flow may read; whoever has them keeps their memory."""
-        routed = self.routes, self.shared, self.dispatched, self.parts, self.unsummed
-        return self.x, self.residual, self.coded, self.tokens, *routed
+        routed = self.routes, self.shared, self.dispatched, self.gathered, self.parts
+        return self.x, self.residual, self.coded, self.tokens, *routed, self.unsummed
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,10 +176,10 @@ def build_step(
 class StepPlanner(Protocol):
     """Prepares a step for attention of any kind.
 
-    `Metadata` differs by backend, hence `Any`: only the backend that made it reads it. A backend
-    may say `reads_lengths_on_device = True`: then the host's numbers of keys are only bounds, and
-    those in `RowTensors` count when the step runs. `reads_single_lengths_on_device`: the same, but
-    only of rows of one token.
+    What `plan` returns differs by backend, hence `Any`: only the backend that made it reads it. A
+    backend may say `reads_lengths_on_device = True`: then the host's numbers of keys are only
+    bounds, and those in `RowTensors` count when the step runs. `reads_single_lengths_on_device`:
+    the same, but only of rows of one token.
     """
 
     def plan(self, step: AttentionStep) -> Any:  # noqa: ANN401

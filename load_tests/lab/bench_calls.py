@@ -1,4 +1,4 @@
-"""A call between two actors of one machine: by Ray, and by a connection (actors/calls).
+"""A call between two actors of one machine: by Ray, and by a connection (actors/rpc).
 
     python -m load_tests.lab.bench_calls
 
