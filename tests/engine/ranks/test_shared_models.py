@@ -84,6 +84,12 @@ CASES = {
         2, "Qwen3MoeForCausalLM", {"intermediate_size": 87, "num_key_value_heads": 1}
     ),
     "latents": Case(2, "DeepseekV2ForCausalLM"),
+    "latents, a list of dense layers": Case(
+        2,
+        "Glm4MoeLiteForCausalLM",
+        {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
+        EXPERT_PARALLEL,
+    ),
     "latents of four ranks, queries from a vector, biases": Case(
         4, "DeepseekV3ForCausalLM", {"attention_bias": True}
     ),
