@@ -33,12 +33,8 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import (
-    GPT_OSS_MXFP4,
-    ONLINE_FP8,
-    Quantization,
-    read_quantization,
-)
+from engine.models.quantization import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
+from engine.models.quantization_config import read_quantization
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
 from engine.ranks.rank import Rank
 
@@ -175,6 +171,7 @@ class _Family:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     is_gemma: bool = False
+    file_prefix: str = ""
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -321,6 +318,10 @@ def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _gemma3_with_vision(config: ConfigFile, num_layers: int) -> _Family:
+    return replace(_gemma3(config, num_layers), file_prefix="language_model.")
+
+
 def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
     mixture = read_deepseek_v2(config, num_layers)
     return _deepseek(config, num_layers, mixture, DEEPSEEK, is_interleaved=True)
@@ -396,7 +397,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    _WITH_VISION: _gemma3,
+    _WITH_VISION: _gemma3_with_vision,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -452,7 +453,7 @@ def load_spec(
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
-        file_prefix="language_model." if has_vision else "",
+        file_prefix=family.file_prefix,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
@@ -507,7 +508,7 @@ def _quantization(
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
-    published = read_quantization(config, has_head=has_head)
+    published = read_quantization(config, has_head=has_head, file_prefix=family.file_prefix)
     if asked == "auto":
         return published
     if published is not None:

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
-from kernels.attention.latent_decode import (
-    LatentConfig,
-    LatentWork,
-    fitted_config,
-    latent_decode,
-    open_latent,
-    plan_latent,
-)
+from kernels.attention.latent_decode import latent_decode
 from kernels.attention.latent_prefill import (
     PIECE_BYTES,
     LatentPrefill,
@@ -31,6 +24,13 @@ from kernels.attention.latent_prefill import (
     plan_prefill,
     prefill_bytes,
     prepare_pieces,
+)
+from kernels.attention.latent_work import (
+    LatentConfig,
+    LatentWork,
+    fitted_config,
+    open_latent,
+    plan_latent,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
 from kernels.attention.token_rows import expand_rows, open_token_rows

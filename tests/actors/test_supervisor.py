@@ -56,6 +56,32 @@ def test_a_supervisor_ends_when_no_ingress_asks_it_any_more() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_worker_that_changes_its_state_is_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = WorkerStatus(identity=None, state="ready")
+    answers = [ready, ready, WorkerStatus(identity=None, state="failed", detail="no such file")]
+
+    async def answer(*_: object) -> WorkerStatus:
+        return answers.pop(0)
+
+    monkeypatch.setattr(Supervisor, "_ask", answer)
+
+    async def run() -> str:
+        config = make_config("app", {"workers.unified": 1})
+        watching = Supervisor(describe_deployment(config).to_text())
+        [name] = watching._statuses
+        for _ in range(3):
+            await watching._check_worker(name)
+        return name
+
+    with caplog.at_level("INFO", "actors.supervisor"):
+        name = asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{name} is ready", f"{name} is failed: no such file"]
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("num_cpus", [0.0, 0.1])
 def test_only_workers_that_answer_nothing_and_should_have_a_place_are_looked_for(
     num_cpus: float, monkeypatch: pytest.MonkeyPatch

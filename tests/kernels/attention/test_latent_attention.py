@@ -251,9 +251,9 @@ def _triton(problem: LatentProblem, **options: Any) -> Any:
 
 def _small_tiles(num_tiles: int = 1, num_chunks: int = 1, joined_from: int = 3) -> dict[str, Any]:
     """Tiles so small that short rows are split, masked, combined and cut into pieces."""
-    from kernels.attention.latent_decode import LatentConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.latent_prefill import LatentPrefillConfig
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.latent_work import LatentConfig
 
     return {
         "decode_config": LatentConfig(

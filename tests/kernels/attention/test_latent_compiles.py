@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kernels.attention import (
+    decode_items,
     latent_decode,
     latent_keys,
+    latent_parts,
     latent_prefill,
     latent_triton,
-    triton_decode,
 )
 from kernels.kv import latent_store
 from kernels.linear import by_head
@@ -21,8 +22,8 @@ from tests.kernels.cross_compile import compiled_for
 
 ONE_EACH = {capability: name for name, (capability, _, _) in GPUS.items()}
 MODULES = (
-    latent_triton, latent_decode, latent_keys, latent_prefill, triton_decode, latent_store, by_head,
-    limited_choice,
+    latent_triton, latent_decode, latent_parts, latent_keys, latent_prefill, decode_items,
+    latent_store, by_head, limited_choice,
 )  # fmt: skip
 
 
