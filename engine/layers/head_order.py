@@ -21,7 +21,7 @@ class HeadOrder:
     def __init__(self, head_dim: int, num_rotated: int) -> None:
         """num_rotated: numbers of a head, an even one, and so is that of the others."""
         assert num_rotated % 2 == head_dim % 2 == 0, f"{num_rotated} of {head_dim} are no pairs"
-        first, second = torch.arange(head_dim).split((num_rotated, head_dim - num_rotated))
+        first, second = torch.arange(num_rotated), torch.arange(num_rotated, head_dim)
         # [head_dim]  the published place of each number
         self._order = torch.cat(
             [torch.cat(half) for half in zip(first.chunk(2), second.chunk(2), strict=True)]
