@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeGuard
 
+import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
@@ -42,6 +43,14 @@ class LinearWeight:
         bias = None if self.bias is None else self.bias[start:]
         scales = None if self.scales is None else self.scales.from_row(start)
         return LinearWeight(self.data[start:], bias, self.format, scales)
+
+    def reordered(self, rows: Tensor) -> "LinearWeight":
+        """A copy with its outputs in the order of `rows`, int64 [out]."""
+        bias = None if self.bias is None else self.bias[rows]
+        scales = None if self.scales is None else self.scales.reordered(rows)
+        # As bytes: numbers of 8 bits cannot be gathered on every device.
+        data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
+        return LinearWeight(data, bias, self.format, scales)
 
     def by_expert(self, num_experts: int) -> "LinearWeight":
         """Outputs of experts that follow one another, by expert: views of the same memory."""

@@ -46,6 +46,20 @@ class Scales:
         factors = None if self.factors is None else self.factors[start:]
         return replace(self, values=self.values[first:], zeros=zeros, factors=factors)
 
+    def tears(self, rows: Tensor) -> bool:
+        """Whether outputs in the order of `rows`, int64 [out], would leave their tile."""
+        places = torch.arange(len(rows), device=rows.device)
+        return self.rows > 1 and not torch.equal(rows // self.rows, places // self.rows)
+
+    def reordered(self, rows: Tensor) -> "Scales":
+        """A copy for outputs in an order that tears no tile."""
+        factors = None if self.factors is None else self.factors[rows]
+        if self.rows > 1:
+            return replace(self, factors=factors)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        values = self.values.view(torch.uint8)[rows].view(self.values.dtype)
+        return replace(self, values=values, zeros=zeros, factors=factors)
+
     def by_expert(self, num_experts: int) -> "Scales":
         """The scales of outputs of `num_experts` experts, one after the other, as views."""
         return self._each(lambda tensor: tensor.view(num_experts, -1, *tensor.shape[1:]))

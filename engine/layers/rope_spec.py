@@ -49,3 +49,5 @@ class RopeSpec:
 
     theta: float
     scaling: RopeScaling | None = None
+    # Of a head's numbers, the first ones; the others are not rotated. See head_order.py.
+    rotated_share: float = 1.0

@@ -25,7 +25,9 @@ class RotaryTable:
         frequencies = inverse_frequencies(spec, head_dim)
         positions = torch.arange(max_tokens, dtype=torch.float32)
         angles = positions[:, None] * frequencies
-        scale = spec.scaling.attention_factor if isinstance(spec.scaling, YarnScaling) else 1.0
+        scale = torch.ones(len(frequencies))
+        if isinstance(spec.scaling, YarnScaling):
+            scale[: num_rotated(spec, head_dim) // 2] = spec.scaling.attention_factor
         # [max_tokens, head_dim]: cos | sin, each for half of the dimensions
         self._cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).to(device)
 
@@ -46,8 +48,20 @@ class RotaryTables:
         return tuple(table.angles(positions) for table in self._tables)
 
 
+def num_rotated(spec: RopeSpec, head_dim: int) -> int:
+    """Numbers of a head that are rotated."""
+    return int(head_dim * spec.rotated_share)
+
+
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per token of each pair of dimensions, fp32 [head_dim / 2]."""
+    """Radians per token of each pair of dimensions, fp32 [head_dim / 2]: 0 behind the rotated."""
+    rotated = num_rotated(spec, head_dim)
+    frequencies = _frequencies(spec, rotated)
+    return torch.cat((frequencies, torch.zeros((head_dim - rotated) // 2)))
+
+
+def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Of pairs that are all rotated."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     wavelengths = spec.theta**exponents
     match spec.scaling:

@@ -24,13 +24,14 @@ from engine.layers.attention import Attention, SelfAttention
 from engine.layers.build_linear import build_linear
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
 from engine.layers.decoder import DecoderLayer, OutputNormLayer
+from engine.layers.head_order import HeadOrder
 from engine.layers.linear import Gated, Identity, Linear, LinearWeight
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow, Op, run_in_order
 from engine.layers.residual import add_and_norm, settle
 from engine.layers.rope_spec import RopeSpec
-from engine.layers.rotary import RotaryTable, RotaryTables
+from engine.layers.rotary import RotaryTable, RotaryTables, num_rotated
 from engine.layers.token_exchange import gather_rows
 from engine.layers.vocabulary import (
     CappedHead,
@@ -435,6 +436,12 @@ def build_self_attention(
         )
     linear = partial(build_linear, is_deterministic=is_deterministic)
     is_last = layer == spec.num_layers - 1
+    head_norms, rotated = _head_norms(spec, weights), num_rotated(spec.rope, spec.head_dim)
+    if rotated < spec.head_dim:
+        order = HeadOrder(spec.head_dim, rotated)
+        qkv = order.of_rows(weights.qkv, spec.num_heads + spec.num_kv_heads)
+        weights = replace(weights, qkv=qkv)
+        head_norms = order.of_norms(head_norms)
     return Attention(
         layer=layer,
         head_dim=spec.head_dim,
@@ -442,7 +449,7 @@ def build_self_attention(
         # In deterministic mode K and V always come from the same product as the queries.
         kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
         out=linear(weights.output),
-        head_norms=_head_norms(spec, weights),
+        head_norms=head_norms,
         ops=ops,
         rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
         sinks=weights.sinks,

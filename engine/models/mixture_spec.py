@@ -6,6 +6,7 @@ Qwen2-MoE, Qwen3-MoE  some layers may be dense (`mlp_only_layers`, `decoder_spar
                     experts of `moe_intermediate_size`; Qwen2-MoE adds a shared expert
 DeepSeek-V2, V3     the first layers are dense; shared experts without gate; a token's experts come
                     from a few of the groups
+GLM-4.5             as DeepSeek-V3
 GLM-4.7-Flash       as DeepSeek-V3; a list says which layers are dense (`mlp_layer_types`)
 """
 
@@ -231,6 +232,15 @@ def read_deepseek_v3(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
     )
     layers = _after_dense(config, num_layers, num_dense=3)
     return _read_biased(config, layers, default, _groups(config, 8, 4))
+
+
+def read_glm4_moe(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
+    """GLM-4.5's experts, which are chosen as DeepSeek-V3's."""
+    default = _DeepseekDefaults(
+        num_experts=128, num_active=8, expert_size=1408, num_shared=1, scale=1.0
+    )
+    layers = _after_dense(config, num_layers, num_dense=1)
+    return _read_biased(config, layers, default, _groups(config, 1, 1))
 
 
 def read_glm4_moe_lite(config: ConfigFile, num_layers: int) -> MixtureSpec | None:

@@ -6,6 +6,7 @@ They come in two formats. Old: `rope_theta` beside `rope_scaling: {"type" | "rop
 """
 
 import math
+from dataclasses import replace
 
 from engine.layers.rope_spec import (
     LinearScaling,
@@ -18,6 +19,20 @@ from engine.models.config_file import ConfigFile
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
+
+
+def parse_partial_rope(config: ConfigFile, default_share: float) -> RopeSpec:
+    """As `parse_rope`, of a family that rotates a share of each head's numbers."""
+    key = "partial_rotary_factor"
+    sections = [config.section(name) for name in ("rope_scaling", "rope_parameters")]
+    found = {one.number(key) for one in (config, *sections) if one is not None and one.has_key(key)}
+    if len(found) > 1 or not all(0 < share <= 1 for share in found):
+        raise config.error(key, f"is {sorted(found)}; supported: one number above 0 and up to 1")
+    (share,) = found or {default_share}
+    theta = config.number("rope_theta", DEFAULT_THETA)
+    section = config.section("rope_scaling") or config.section("rope_parameters")
+    rope = RopeSpec(theta=theta) if section is None else _parsed(config, section, theta)
+    return replace(rope, rotated_share=share)
 
 
 def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
@@ -72,6 +87,10 @@ def _of_kind(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
 def _of_section(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     """theta: where the section has none."""
     _refuse_partial(section)
+    return _parsed(config, section, theta)
+
+
+def _parsed(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     return RopeSpec(
         theta=section.number("rope_theta", theta), scaling=_parse_scaling(config, section)
     )

@@ -26,6 +26,7 @@ from engine.models.mixture_spec import (
     MixtureSpec,
     read_deepseek_v2,
     read_deepseek_v3,
+    read_glm4_moe,
     read_glm4_moe_lite,
     read_gpt_oss,
     read_mixtral,
@@ -35,7 +36,13 @@ from engine.models.mixture_spec import (
 from engine.models.pooling import Pooling, read_pooling
 from engine.models.quantization import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
 from engine.models.quantization_config import read_quantization
-from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
+from engine.models.rope_config import (
+    DEFAULT_THETA,
+    max_tokens_of,
+    parse_layer_ropes,
+    parse_partial_rope,
+    parse_rope,
+)
 from engine.ranks.rank import Rank
 
 
@@ -167,6 +174,7 @@ class _Family:
     # None = as config.json has for all layers
     rope: RopeSpec | None = None
     local_rope: RopeSpec | None = None
+    partly_rotated: float | None = None  # the share of a head, where config.json says none
     query_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -332,6 +340,19 @@ def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
     return _like_deepseek_v3(config, num_layers, mixture, DEEPSEEK)
 
 
+def _glm4_moe(config: ConfigFile, num_layers: int) -> _Family:
+    return _Family(
+        has_qkv_bias=config.flag("attention_bias", False),
+        has_qk_norm=config.flag("use_qk_norm", False),
+        default_num_kv_heads=8,
+        default_rms_norm_eps=1e-5,
+        layer_windows=(None,) * num_layers,
+        mixture=read_glm4_moe(config, num_layers),
+        num_guessing_layers=config.integer("num_nextn_predict_layers", 1, minimum=0),
+        partly_rotated=0.5,
+    )
+
+
 def _glm4_moe_lite(config: ConfigFile, num_layers: int) -> _Family:
     mixture = read_glm4_moe_lite(config, num_layers)
     family = _like_deepseek_v3(config, num_layers, mixture, GLM)
@@ -394,6 +415,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
@@ -417,13 +439,13 @@ def load_spec(
     config = ConfigFile.read(folder / "config.json")
     pooling = read_pooling(folder, config)
     architecture = _architecture(config, has_head=pooling is None)
-    has_vision = architecture == _WITH_VISION
-    if has_vision:
+    if architecture == _WITH_VISION:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
     num_layers, hidden_size, num_heads = map(config.integer, _SIZES)
     family = _FAMILIES[architecture](config, num_layers)
     _refuse_unsupported(config, family)
-    rope, max_model_len = _context(config, family)
+    head_dim = _head_dim(config, family, hidden_size // num_heads)
+    rope, max_model_len = _context(config, family, head_dim)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
     has_head = pooling is None and not has_tied_embeddings
@@ -435,7 +457,7 @@ def load_spec(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, family, num_heads),
-        head_dim=_head_dim(config, family, hidden_size // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", family.default_rms_norm_eps),
         has_tied_embeddings=has_tied_embeddings,
         has_qkv_bias=family.has_qkv_bias,
@@ -491,12 +513,20 @@ def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
+def _context(config: ConfigFile, family: _Family, head_dim: int) -> tuple[RopeSpec, int]:
     """The rotary settings of all but local layers, and the longest context in tokens."""
     max_positions = config.integer("max_position_embeddings")
     if family.rope is not None:
         return family.rope, max_positions  # which is the extended length
-    rope = parse_rope(config, family.default_theta)
+    if family.partly_rotated is None:
+        rope = parse_rope(config, family.default_theta)
+    else:
+        rope = parse_partial_rope(config, family.partly_rotated)
+        num_rotated = int(head_dim * rope.rotated_share)
+        if num_rotated % 2 or num_rotated == 0:
+            raise config.error(
+                "partial_rotary_factor", f"leaves {num_rotated} of {head_dim} numbers, no pairs"
+            )
     return rope, max_tokens_of(rope, max_positions)
 
 

@@ -194,6 +194,30 @@ _GLM_4_7_FLASH: dict[str, object] = {
     "bos_token_id": 0,
     "eos_token_id": 154820,
 }
+_GLM_4_5_AIR: dict[str, object] = {
+    **_QWEN3_8B,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
 _GPT_OSS_20B: dict[str, object] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -245,6 +269,7 @@ SHAPES = {
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "glm-4.5-air": _GLM_4_5_AIR,
     "glm-4.7-flash": _GLM_4_7_FLASH,
     "gpt-oss-20b": _GPT_OSS_20B,
 }

@@ -38,6 +38,7 @@ OVERRIDES: dict[str, object] = {
     "workers.num_cpus": 0.1,  # so that it has a placement group
     "workers.stall_s": 4.0,
     "scheduler.overlap": True,
+    "execution.expert_load_steps": 8,
     "debug": True,
 }
 PROMPTS = [list(range(11 * i, 11 * i + 5 + 9 * i)) for i in range(6)]
@@ -80,6 +81,12 @@ def test_it_answers_as_an_engine_of_one_rank_and_a_dead_rank_costs_no_token(
     expected = _expected(folder)
     assert _all_at_once(application) == expected
     application.wait_quiet()
+    [report] = application.laps_status()["reports"]
+    experts = report["experts"]
+    assert experts["layers"] == [1]
+    assert 1 < experts["experts"][0] <= 12
+    assert 1 <= experts["ranks"][0] <= 2
+    assert experts["num_idle"][0] < 12
 
     [worker] = application.workers("unified")
     rank, before = f"rank-1.{worker}", application.pid(worker)

@@ -51,10 +51,13 @@ def test_fp32_on_a_gpu_gives_the_reference_logits_of_a_mixture(
     assert_same_logits(few.cpu(), theirs[:60], label="chunks of 3")
 
 
-@pytest.fixture(scope="module", params=["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.fixture(
+    scope="module", params=["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mixture")
-    sizes = {"num_experts": 20, "num_experts_per_tok": 4, "moe_intermediate_size": 144}
+    count = "n_routed_experts" if request.param == "Glm4MoeForCausalLM" else "num_experts"
+    sizes = {count: 20, "num_experts_per_tok": 4, "moe_intermediate_size": 144}
     if request.param == "Qwen2MoeForCausalLM":
         sizes["shared_expert_intermediate_size"] = 48
     save_model(made, request.param, seed=5, dtype=torch.bfloat16, **LARGER, **sizes)

@@ -21,6 +21,7 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "DeepseekV2ForCausalLM": "DeepseekV2Config",
     "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "Glm4MoeForCausalLM": "Glm4MoeConfig",
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteConfig",
     "GptOssForCausalLM": "GptOssConfig",
     "Gemma2ForCausalLM": "Gemma2Config",
@@ -40,6 +41,16 @@ MIXTURES: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 40,
         "norm_topk_prob": True,
+    },
+    "Glm4MoeForCausalLM": {
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "num_mtp_layers": 0,
     },
 }
 _LATENT: dict[str, object] = {

@@ -258,6 +258,51 @@ def test_layers_of_glm_that_are_unclear_are_refused(
         assert part in refused.value.message
 
 
+def test_glm_4_5_rotates_half_of_each_head(tmp_path: Path) -> None:
+    published = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    }
+    spec = load_spec(_write(tmp_path, published))
+    assert (spec.rope.rotated_share, spec.rope.theta) == (0.5, 1e6)
+    assert (spec.has_qkv_bias, spec.has_output_bias, spec.has_qk_norm) == (True, False, False)
+    assert num_parameters(spec) == 106_852_245_504 + 45 * 128  # and biases of routes
+    edit_config(tmp_path, partial_rotary_factor=1.5)
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor is \[1.5\]"):
+        load_spec(tmp_path)
+    edit_config(tmp_path, partial_rotary_factor=0.5, rope_parameters={"partial_rotary_factor": 1.0})
+    with pytest.raises(ConfigError, match="one number"):
+        load_spec(tmp_path)
+    edit_config(tmp_path, remove=("rope_parameters",), partial_rotary_factor=5 / 128)
+    with pytest.raises(ConfigError, match="leaves 5 of 128 numbers"):
+        load_spec(tmp_path)
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 

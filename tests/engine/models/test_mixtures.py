@@ -108,6 +108,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "glm4_moe": ("Glm4MoeForCausalLM", {"first_k_dense_replace": 1}),
+    "glm4_moe_normed": (
+        "Glm4MoeForCausalLM",
+        {"use_qk_norm": True, "partial_rotary_factor": 0.25, "attention_bias": False},
+    ),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
     "glm4_moe_lite_listed": (
         "Glm4MoeLiteForCausalLM",
@@ -334,7 +339,7 @@ def test_ranks_hold_their_part_of_every_expert(
         assert torch.equal(part.router.data, whole.router.data)
         if whole.shared_down is not None:
             assert part.shared_down is not None
-            assert part.shared_gate is not None
+            assert (part.shared_gate is None) == (whole.shared_gate is None)
             shared = whole.shared_down.data.chunk(2, dim=1)[index]
             assert torch.equal(part.shared_down.data, shared)
 

@@ -91,6 +91,26 @@ def test_logits_are_those_of_transformers_on_the_same_numbers(
             assert torch.equal(_matrices(weight), dense.data)
 
 
+@pytest.mark.parametrize(
+    "form", ["fp8-block", "fp8-tensor", "ct-int4-32", "awq", "gptq-v2-order", "ct-nvfp4"]
+)
+def test_heads_that_are_rotated_in_part_are_reordered_with_their_scales(
+    form: str, tmp_path: Path
+) -> None:
+    settings = {"head_dim": 32, "use_qk_norm": True}
+    quantised, stands_for = _folders(tmp_path, form, "Glm4MoeForCausalLM", **settings)
+    tokens = torch.randint(131, (19,)).tolist()
+    driver = StepDriver(build_model(quantised, dtype=torch.float32, device=CPU), seed=0)
+    driver.admit(0, tokens)
+    assert_same_logits(driver.logits_in_chunks(0, 11), reference_logits(stands_for, tokens))
+
+
+def test_tiles_that_a_reordered_head_would_leave_are_refused(tmp_path: Path) -> None:
+    quantised, _ = _folders(tmp_path, "fp8-block", "Glm4MoeForCausalLM", head_dim=24)
+    with pytest.raises(ConfigError, match=r"tiles of 16 rows.*whole heads of 24"):
+        build_model(quantised, dtype=torch.float32, device=CPU)
+
+
 def test_a_router_is_not_quantised_whatever_config_json_covers(tmp_path: Path) -> None:
     """AutoGPTQ lists no module that it leaves; others name `gate`, which is no `gate_proj`."""
     for form in ("gptq", "ct-int4-32"):

@@ -84,6 +84,15 @@ CASES = {
         2, "Qwen3MoeForCausalLM", {"intermediate_size": 87, "num_key_value_heads": 1}
     ),
     "latents": Case(2, "DeepseekV2ForCausalLM"),
+    "heads rotated in part": Case(
+        2, "Glm4MoeForCausalLM", {"use_qk_norm": True, "first_k_dense_replace": 1}
+    ),
+    "latents, a list of dense layers": Case(
+        2,
+        "Glm4MoeLiteForCausalLM",
+        {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
+        EXPERT_PARALLEL,
+    ),
     "latents of four ranks, queries from a vector, biases": Case(
         4, "DeepseekV3ForCausalLM", {"attention_bias": True}
     ),

@@ -42,8 +42,9 @@ def test_greedy_drafts_are_those_of_an_independent_layer(folder: Path) -> None:
         assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts)), tokens
 
 
-def test_the_layer_of_glm_drafts_likewise(tmp_path: Path) -> None:
-    save_mtp_model(tmp_path, seed=SEED, architecture="Glm4MoeLiteForCausalLM")
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"])
+def test_the_layer_of_glm_drafts_likewise(architecture: str, tmp_path: Path) -> None:
+    save_mtp_model(tmp_path, seed=SEED, architecture=architecture)
     for tokens, drafts in greedy_proposals(start(tmp_path), SEED)[::9]:
         assert drafts == plain_mtp(tmp_path).greedy_drafts(tokens, len(drafts)), tokens
 
