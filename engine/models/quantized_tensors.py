@@ -16,6 +16,10 @@ its published weight is several tensors, each of which covers outputs and inputs
                      weight_global_scale [1]
     MODELOPT_NVFP4   weight [out, in / 2]         weight_scale [out, in / 16]
                      weight_scale_2 []
+    BITS_AND_BYTES   weight [out in / 2]          weight.absmax [out in / 64]
+                     weight.quant_map [16]        weight.quant_state... [JSON]
+                     weight.nested_absmax [out in / 64 / 256]
+                     weight.nested_quant_map [256]
 
 A word has eight numbers of 4 bits, or four of 8.
 """
@@ -29,6 +33,7 @@ from enum import Enum
 from engine.errors import ConfigError
 from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
 from engine.models.quantization import (
+    BITS_AND_BYTES_GROUP,
     FP4_PACKINGS,
     FP8_PACKINGS,
     MXFP4_PACKINGS,
@@ -41,6 +46,7 @@ from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
 from kernels.quant.sizes import reads_sizes
 
 _WORD_BITS = 32
+ANY_LENGTH = -1
 _INT4_COLUMNS = 16  # what kernels of 4-bit numbers read at once
 _SUFFIX = ".weight"
 _PER_BYTE = 2
@@ -90,10 +96,18 @@ class PublishedTensor:
     """One of the tensors of a quantised linear map."""
 
     dtypes: tuple[str, ...]
-    cuts: tuple[Cut, ...]  # none: a single number
+    cuts: tuple[Cut, ...] = ()  # none: a single number
     is_optional: bool = False
+    # Of bitsandbytes, in one dimension and not to be cut: so many entries (ANY_LENGTH: any number
+    # of them), or one for so many weights.
+    length: int | None = None
+    weights_each: int | None = None
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        if self.length is not None:
+            return (self.length,)
+        if self.weights_each is not None:
+            return (-(-num_rows * num_columns // self.weights_each),)
         sizes = {Axis.OUT: num_rows, Axis.IN: num_columns}
         return tuple(cut.length(sizes[cut.axis]) for cut in self.cuts)
 
@@ -114,6 +128,8 @@ class NeededTensor:
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor has this shape; dimensions of 1 at the end do not count."""
+        if self.shape == (ANY_LENGTH,):
+            return len(shape) == 1
         return _without_ones(shape) == _without_ones(self.shape)
 
 
@@ -130,6 +146,8 @@ def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
         return _tensors_of_fp4(quantization)
     if quantization.packing in FP8_PACKINGS or quantization.packing is Packing.INT8:
         return _tensors_of_bytes(quantization)
+    if quantization.packing is Packing.BITS_AND_BYTES:
+        return _tensors_of_table(quantization)
     return _tensors_of_words(quantization)
 
 
@@ -179,6 +197,29 @@ def _tensors_of_words(quantization: Quantization) -> dict[str, PublishedTensor]:
     if quantization.has_zero_points:
         tensors["weight_zero_point"] = _words((packed_out, group))
     return tensors | {"weight_g_idx": order}
+
+
+def _tensors_of_table(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """Places in a table of 16 numbers, two in a byte, in one dimension; scales of blocks."""
+    block, nested = BITS_AND_BYTES_GROUP, BITS_AND_BYTES_GROUP * 256
+    has_nested = quantization.has_nested_scales
+    tensors = {
+        "weight": PublishedTensor(dtypes=("U8",), weights_each=_PER_BYTE),
+        "weight.absmax": PublishedTensor(
+            dtypes=("U8",) if has_nested else ("F32",), weights_each=block
+        ),
+        "weight.quant_map": PublishedTensor(dtypes=("F32",), length=16),
+        state_name(quantization): PublishedTensor(dtypes=("U8",), length=ANY_LENGTH),
+    }
+    if has_nested:
+        tensors["weight.nested_absmax"] = PublishedTensor(dtypes=("F32",), weights_each=nested)
+        tensors["weight.nested_quant_map"] = PublishedTensor(dtypes=("F32",), length=256)
+    return tensors
+
+
+def state_name(quantization: Quantization) -> str:
+    """The tensor whose bytes are JSON: sizes, and what is added to nested scales."""
+    return f"weight.quant_state.bitsandbytes__{quantization.table_name}"
 
 
 def _tensors_of_fp4(quantization: Quantization) -> dict[str, PublishedTensor]:
@@ -355,7 +396,7 @@ def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: lis
 def _whole_sizes(quantization: Quantization) -> tuple[int, int]:
     """Outputs and inputs of which a map must have a multiple."""
     group = quantization.tile_columns or 1
-    if quantization.packing is Packing.INT8:
+    if quantization.packing in (Packing.INT8, Packing.BITS_AND_BYTES):
         return 1, group
     per_word = _WORD_BITS // quantization.bits
     return per_word, math.lcm(group, per_word if quantization.is_made_matrix else _INT4_COLUMNS)
