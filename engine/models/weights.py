@@ -250,19 +250,19 @@ def load_layer(
     folder: Path,
     spec: ModelSpec,
     layer: int,
-    beside: Mapping[str, StackedTensor],
+    extra: Mapping[str, StackedTensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
     rank: Rank = WHOLE_MODEL,
 ) -> tuple[LayerWeights, dict[str, Tensor]]:
-    """Load one rank's part of one layer, and of other tensors, by field, that are never quantised.
+    """Load one rank's part of one layer, and of `extra` tensors, by field.
 
-    Raises ConfigError as `load_weights` does.
+    extra: tensors that are never quantised. Raises ConfigError as `load_weights` does.
     """
-    files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(beside))
+    files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(extra))
     allocation = _Allocation(spec, dtype=dtype, device=device, rank=rank)
-    weights, others = allocation.layer(layer), allocation.dense(beside)
+    weights, others = allocation.layer(layer), allocation.dense(extra)
     _fill(files, allocation.destinations, device)
     return weights, others
 
