@@ -271,9 +271,9 @@ class DecodedStack(PublishedStack):
         self._matrix.uniform_(-largest, largest, generator=generator)
 
     def place(self, part: _Placed, found: Numbers) -> None:
-        assert found.numbers is not None, "numbers are decoded, not copied as they are"
         if self.quantization.packing is Packing.BITS_AND_BYTES:
             found = self._share(part, found)
+        assert found.numbers is not None, "numbers are decoded, not copied as they are"
         groups = self._groups(part, found)
         zeros = self.quantization.middle if found.zeros is None else found.zeros
         matrix = self._matrix[part.rows]
