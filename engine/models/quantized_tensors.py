@@ -77,7 +77,7 @@ class Cut:
     def length(self, size: int) -> int:
         return 1 if self.per is None else -(-size // self.per)
 
-    def share(self, part: slice, size: int, what: str) -> slice:
+    def share(self, part: slice, size: int, what: str, way_out: str) -> slice:
         """The entries for `part` of `size`. Raises ConfigError where an entry would be cut."""
         if self.per is None or (part.start, part.stop) == (0, size):
             return slice(0, self.length(size))
@@ -86,7 +86,7 @@ class Cut:
         if part.start % self.per or (part.stop % self.per and part.stop != size):
             raise ConfigError(
                 f"{what}: {size} {self.axis.value} in blocks of {self.per} cannot be shared in"
-                f" parts of {part.stop - part.start}; use fewer ranks"
+                f" parts of {part.stop - part.start}; {way_out}"
             )
         return slice(part.start // self.per, -(-part.stop // self.per))
 
@@ -112,10 +112,10 @@ class PublishedTensor:
         return tuple(cut.length(sizes[cut.axis]) for cut in self.cuts)
 
     def share(
-        self, parts: Mapping[Axis, slice], sizes: Mapping[Axis, int], what: str
+        self, parts: Mapping[Axis, slice], sizes: Mapping[Axis, int], what: str, way_out: str
     ) -> list[slice]:
         """Slices of the outputs and inputs `parts`; none for a single number."""
-        return [cut.share(parts[cut.axis], sizes[cut.axis], what) for cut in self.cuts]
+        return [cut.share(parts[cut.axis], sizes[cut.axis], what, way_out) for cut in self.cuts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +255,7 @@ class Portion:
 
     parts: dict[Axis, slice]
     sizes: Mapping[Axis, int]  # of the whole map
+    is_of_expert: bool
 
     @classmethod
     def of(cls, stacked: StackedTensor, name: str, rank: Rank) -> "Portion":
@@ -262,7 +263,11 @@ class Portion:
         assert num_columns is not None, f"{name} is a vector"
         whole = (slice(0, num_rows), slice(0, num_columns))
         rows, columns = stacked.share_of(name, rank) or whole
-        return cls({Axis.OUT: rows, Axis.IN: columns}, {Axis.OUT: num_rows, Axis.IN: num_columns})
+        return cls(
+            {Axis.OUT: rows, Axis.IN: columns},
+            {Axis.OUT: num_rows, Axis.IN: num_columns},
+            stacked.num_experts is not None,
+        )
 
     def scale_columns(self, quantization: Quantization) -> int:
         """The inputs that share a scale in memory: fewer than published where a block is cut."""
@@ -279,12 +284,16 @@ class Portion:
         """
         whole = self.parts | {Axis.IN: slice(0, self.sizes[Axis.IN])}
         group = Cut(Axis.IN, quantization.tile_columns)
+        way_out = "use fewer ranks"
+        if self.is_of_expert:
+            way_out += ", or set workers.expert_parallel to true"
         return {
             suffix: tuple(
                 tensor.share(
                     whole if quantization.must_have_order and group in tensor.cuts else self.parts,
                     self.sizes,
                     f"{module}.{suffix}",
+                    way_out,
                 )
             )
             for suffix, tensor in published_tensors(quantization).items()
