@@ -87,8 +87,9 @@ def published_section(config: ConfigFile) -> ConfigFile | None:
     section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
     beside = config.path.parent / MODELOPT_FILE
     if section is None and beside.exists():
-        section = ConfigFile.read(beside).section("quantization")
-    return section
+        return ConfigFile.read(beside).section("quantization")
+    nested = None if section is None else section.section("quantization")  # ModelOpt's file, too
+    return section if nested is None else nested
 
 
 def _method(section: ConfigFile) -> str:
@@ -106,7 +107,8 @@ def _is_of_kv_alone(section: ConfigFile) -> bool:
             )
             return section.section("kv_cache_scheme") is not None and not has_weights
         case "modelopt":
-            return not section.text("quant_algo", "")
+            has_kv = any(section.has_key(f"kv_cache_{word}") for word in ("scheme", "quant_algo"))
+            return has_kv and not section.text("quant_algo", "")
     return False
 
 

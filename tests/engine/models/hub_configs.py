@@ -527,6 +527,18 @@ HUB: dict[str, Hub] = {
         },
         dense=("self_attn", "layers.0.mlp"),
     ),
+    "ModelOpt's own file within config.json": Hub(
+        form="modelopt-nvfp4",
+        config={
+            "quant_method": "modelopt",
+            "quantization": {
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": "FP8",
+                "group_size": 16,
+                "exclude_modules": ["lm_head"],
+            },
+        },
+    ),
     "FP8 an output, by ModelOpt": Hub(
         form="ct-fp8-channel",
         config={
@@ -603,6 +615,10 @@ REFUSED: dict[str, tuple[dict[str, object], list[str]]] = {
     "aqlm": ({"quant_method": "aqlm", "nbits_per_codebook": 16}, ["aqlm", _INSTEAD]),
     "exl3": ({"quant_method": "exl3", "bits": 4.0}, ["exl3", _INSTEAD]),
     "ModelOpt's of several schemes": (_MIXED, ["quant_algo", "MIXED_PRECISION", "NVFP4", _INSTEAD]),
+    "ModelOpt's without an algorithm": (
+        {"quant_method": "modelopt", "ignore": ["lm_head"]},
+        ["quant_algo", "NVFP4", _INSTEAD],
+    ),
     "ModelOpt's FP8_PB_WO": (
         {"quant_algo": "fp8_pb_wo", "quant_method": "modelopt"},
         ["quant_algo", "fp8_pb_wo", "MXFP8", _INSTEAD],
