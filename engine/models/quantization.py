@@ -8,6 +8,7 @@ from functools import cache
 HEAD_MODULE = "lm_head"
 SCALE_OF_TILES = "weight_scale_inv"
 MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale
+BITS_AND_BYTES_GROUP = 64
 
 
 class Packing(Enum):
@@ -15,6 +16,7 @@ class Packing(Enum):
 
     FP8 = "weight in e4m3, and its scales"
     INT8 = "weight in int8, and its scales"
+    BITS_AND_BYTES = "weight as places in a table, absmax of blocks, and what describes them"
     COMPRESSED_INT = "weight_packed, weight_scale, weight_zero_point, weight_g_idx"
     AWQ = "qweight, qzeros and scales, inputs by rows, outputs interleaved"
     GPTQ = "qweight, qzeros, scales and g_idx, inputs by rows"
@@ -40,6 +42,8 @@ class Quantization:
     tile_columns: int | None
     bits: int = 4  # of an integer that is packed with others
     scale_name: str = "weight_scale"
+    table_name: str = ""  # bitsandbytes: of the numbers that a place of the table stands for
+    has_nested_scales: bool = False  # bitsandbytes: the scales are quantised, too
     has_exponents: bool = False  # FP8: the scales are published as exponents of two, in bytes
     has_zero_points: bool = False
     zero_offset: int = 0  # added to the stored zero points (GPTQ's first format: 1)
@@ -53,16 +57,17 @@ class Quantization:
 
     @property
     def is_made_matrix(self) -> bool:
-        """Whether a map is decoded when it is loaded: no kernel multiplies by integers of 8 bits.
+        """Whether a map is decoded when it is loaded, as no kernel multiplies by its numbers.
 
         It is a matrix in the model's dtype then, of 2 bytes a weight in bf16.
         """
-        return self.packing is Packing.INT8 or self.bits == 8
+        return self.packing in (Packing.INT8, Packing.BITS_AND_BYTES) or self.bits == 8
 
     @property
     def middle(self) -> int:
         """The zero point where none is published."""
-        return 0 if self.packing is Packing.INT8 else 1 << (self.bits - 1)
+        is_signed = self.packing in (Packing.INT8, Packing.BITS_AND_BYTES)
+        return 0 if is_signed else 1 << (self.bits - 1)
 
     def covers(self, module: str) -> bool:
         """Whether the linear map `module` (model.layers.0.mlp.down_proj) is quantised."""

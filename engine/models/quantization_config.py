@@ -14,6 +14,7 @@ Formats, by `quant_method` (sources: the configurations that the named packages 
     modelopt            NVIDIA's ModelOpt: quant_algo FP8 (a scale a tensor),
                         FP8_PER_CHANNEL_PER_TOKEN (an output), MXFP8, NVFP4 and W4A16_NVFP4
     quark               AMD's Quark: FP8 a tensor or output, MXFP4
+    bitsandbytes        4 bits, nf4 and fp4, with scales in fp32 or quantised (unsloth's)
     mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_files`)
 
 Weights of integers and of 4 bits of float are published for activations of few bits too; here
@@ -31,6 +32,7 @@ from dataclasses import replace
 from engine.models.compressed_tensors import is_of_attention, read_compressed
 from engine.models.config_file import ConfigFile
 from engine.models.quantization import (
+    BITS_AND_BYTES_GROUP,
     HEAD_MODULE,
     MXFP4_GROUP,
     NVFP4_GROUP,
@@ -85,8 +87,9 @@ def published_section(config: ConfigFile) -> ConfigFile | None:
     section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
     beside = config.path.parent / MODELOPT_FILE
     if section is None and beside.exists():
-        section = ConfigFile.read(beside).section("quantization")
-    return section
+        return ConfigFile.read(beside).section("quantization")
+    nested = None if section is None else section.section("quantization")  # ModelOpt's file, too
+    return section if nested is None else nested
 
 
 def _method(section: ConfigFile) -> str:
@@ -104,7 +107,8 @@ def _is_of_kv_alone(section: ConfigFile) -> bool:
             )
             return section.section("kv_cache_scheme") is not None and not has_weights
         case "modelopt":
-            return not section.text("quant_algo", "")
+            has_kv = any(section.has_key(f"kv_cache_{word}") for word in ("scheme", "quant_algo"))
+            return has_kv and not section.text("quant_algo", "")
     return False
 
 
@@ -426,6 +430,28 @@ def _quark_scheme(general: ConfigFile, ignored: tuple[str, ...]) -> Quantization
     )
 
 
+# ---- bitsandbytes --------------------------------------------------------------------------------
+
+
+def _bits_and_bytes(section: ConfigFile) -> Quantization:
+    if not section.flag("load_in_4bit", False):
+        raise section.error("load_in_4bit", f"is false: LLM.int8 is not supported; {WAY_OUT}")
+    kind = section.text("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise section.error("bnb_4bit_quant_type", f"{kind!r} is not supported")
+    storage = section.text("bnb_4bit_quant_storage", "uint8")
+    if storage != "uint8":
+        raise section.error("bnb_4bit_quant_storage", f"{storage!r} is not supported: uint8 is")
+    return Quantization(
+        packing=Packing.BITS_AND_BYTES,
+        tile_rows=1,
+        tile_columns=BITS_AND_BYTES_GROUP,
+        table_name=kind,
+        has_nested_scales=section.flag("bnb_4bit_use_double_quant", False),
+        ignored=(HEAD_MODULE, *_left_out(section, "llm_int8_skip_modules")),
+    )
+
+
 _METHODS: dict[str, Callable[[ConfigFile], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -433,6 +459,7 @@ _METHODS: dict[str, Callable[[ConfigFile], Quantization]] = {
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,
+    "bitsandbytes": _bits_and_bytes,
     "intel/auto-round": _auto_round,
     "modelopt": _modelopt,
     "quark": _quark,

@@ -5,7 +5,7 @@ from engine.models.config_file import ConfigFile
 KINDS = (
     "fp8, fbgemm_fp8, compressed-tensors (float-quantized, int-quantized, pack-quantized,"
     " mxfp8-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized), awq, gptq, auto-round, modelopt"
-    " (FP8, MXFP8, NVFP4), quark (fp8_e4m3, fp4)"
+    " (FP8, MXFP8, NVFP4), quark (fp8_e4m3, fp4), bitsandbytes (4 bits)"
 )
 WAY_OUT = "use unquantized weights, or quantise them with model.quantization: fp8"
 INT_BITS = (4, 8)

@@ -14,15 +14,25 @@ The layouts are those that the formats' own writers produce:
 - MXFP4, NVFP4: numbers in e2m1 (a sign, two bits of exponent, one of mantissa), two in a byte along
   the inputs, the first in the lower bits. NVFP4's scales are e4m3; one more number divides
   (compressed-tensors) or multiplies (ModelOpt) all of a tensor's.
+- bitsandbytes: places in a table, two in a byte along the inputs, the first in the higher bits; a
+  scale a block of 64, which may be a place in a second table, times a factor, plus an offset.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
-from engine.models.quantization import Packing, Quantization
+from engine.errors import ConfigError
+from engine.models.quantization import (
+    BITS_AND_BYTES_GROUP,
+    MXFP4_PACKINGS,
+    Packing,
+    Quantization,
+)
+from engine.models.quantized_tensors import state_name
 
 Tensors = Mapping[str, Tensor]
 _WORD_BITS = 32
@@ -35,7 +45,7 @@ _MAX_FP8 = 448.0  # of e4m3
 class Numbers:
     """A published linear map, or a share of it, outputs by rows and inputs in their order."""
 
-    # [out, in] e4m3, int8, or uint8 of 0 to 15 (8 bits: 255); None = placed already
+    # [out, in] e4m3, int8, fp32, or uint8 of 0 to 15 (8 bits: 255); None = placed already
     numbers: Tensor | None
     scales: Tensor  # [out tiles, in tiles] fp32; with numbers of e2m1, e8m0 or e4m3
     zeros: Tensor | None = None  # as `scales`, uint8
@@ -54,28 +64,29 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
         case Packing.INT8:
             scales = _by_tiles(quantization, tensors["weight_scale"])
             return Numbers(numbers=tensors["weight"], scales=scales)
+        case Packing.BITS_AND_BYTES:
+            return _bits_and_bytes(quantization, tensors)
         case Packing.COMPRESSED_INT:
             return _compressed(quantization, tensors)
         case Packing.AWQ:
             return _awq(tensors)
         case Packing.GPTQ:
             return _gptq(quantization, tensors)
-        case Packing.MXFP4 | Packing.QUARK_MXFP4:
-            name = "weight_packed" if quantization.packing is Packing.MXFP4 else "weight"
-            scales = tensors["weight_scale"].view(torch.float8_e8m0fnu)
-            return Numbers(numbers=_pairs(tensors[name]), scales=scales)
-        case Packing.NVFP4:
-            return Numbers(
-                numbers=_pairs(tensors["weight_packed"]),
-                scales=tensors["weight_scale"],
-                factor=1 / tensors["weight_global_scale"].float(),
-            )
-        case Packing.MODELOPT_NVFP4:
-            return Numbers(
-                numbers=_pairs(tensors["weight"]),
-                scales=tensors["weight_scale"],
-                factor=tensors["weight_scale_2"].float(),
-            )
+        case _:
+            return _fp4(quantization, tensors)
+
+
+def _fp4(quantization: Quantization, tensors: Tensors) -> Numbers:
+    is_packed = quantization.packing in (Packing.MXFP4, Packing.NVFP4)
+    numbers = _pairs(tensors["weight_packed" if is_packed else "weight"])
+    scales = tensors["weight_scale"]
+    if quantization.packing in MXFP4_PACKINGS:
+        return Numbers(numbers=numbers, scales=scales.view(torch.float8_e8m0fnu))
+    if quantization.packing is Packing.NVFP4:
+        factor = 1 / tensors["weight_global_scale"].float()
+    else:
+        factor = tensors["weight_scale_2"].float()
+    return Numbers(numbers=numbers, scales=scales, factor=factor)
 
 
 def quantize_rows(weight: Tensor) -> Numbers:
@@ -116,6 +127,44 @@ def _compressed(quantization: Quantization, tensors: Tensors) -> Numbers:
         zeros=None if zeros is None else _unpacked(zeros.reshape(len(zeros), -1), dim=0, bits=bits),
         groups=tensors.get("weight_g_idx"),
     )
+
+
+def _bits_and_bytes(quantization: Quantization, tensors: Tensors) -> Numbers:
+    """All of the map. Raises ConfigError if it describes itself in a way that is not known."""
+    state = _read_state(tensors[state_name(quantization)])
+    packed = tensors["weight"].reshape(state.shape[0], -1)
+    places = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
+    absmax = tensors["weight.absmax"].flatten()
+    if quantization.has_nested_scales:
+        factors = tensors["weight.nested_absmax"].repeat_interleave(state.nested_blocksize)
+        absmax = tensors["weight.nested_quant_map"][absmax.long()] * factors[: len(absmax)]
+        absmax = absmax + state.nested_offset
+    return Numbers(
+        numbers=tensors["weight.quant_map"][places.long()],
+        scales=absmax.reshape(state.shape[0], -1),
+    )
+
+
+class _State(msgspec.Struct, frozen=True):
+    """bitsandbytes' description of a map."""
+
+    blocksize: int
+    shape: tuple[int, int]
+    nested_blocksize: int = 256
+    nested_offset: float = 0.0
+
+
+def _read_state(tensor: Tensor) -> _State:
+    try:
+        state = msgspec.json.decode(tensor.cpu().numpy().tobytes(), type=_State)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"bitsandbytes: a quant_state is not readable: {error}") from error
+    if (state.blocksize, state.nested_blocksize) != (BITS_AND_BYTES_GROUP, 256):
+        raise ConfigError(
+            f"bitsandbytes: blocks of {state.blocksize} and {state.nested_blocksize} are not"
+            f" supported; supported: {BITS_AND_BYTES_GROUP} and 256"
+        )
+    return state
 
 
 def _awq(tensors: Tensors) -> Numbers:

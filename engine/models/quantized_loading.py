@@ -245,7 +245,7 @@ class QuantizedStack(PublishedStack):
 
 
 class DecodedStack(PublishedStack):
-    """A map of integers that is made a matrix, once: see `is_made_matrix`."""
+    """A map that is made a matrix, once: see `is_made_matrix`."""
 
     def __init__(
         self,
@@ -271,7 +271,9 @@ class DecodedStack(PublishedStack):
         self._matrix.uniform_(-largest, largest, generator=generator)
 
     def place(self, part: _Placed, found: Numbers) -> None:
-        assert found.numbers is not None, "integers are not copied as they are"
+        if self.quantization.packing is Packing.BITS_AND_BYTES:
+            found = self._share(part, found)
+        assert found.numbers is not None, "numbers are decoded, not copied as they are"
         groups = self._groups(part, found)
         zeros = self.quantization.middle if found.zeros is None else found.zeros
         matrix = self._matrix[part.rows]
@@ -281,6 +283,23 @@ class DecodedStack(PublishedStack):
             numbers -= zeros if isinstance(zeros, int) else zeros[rows].float()[:, groups]
             scales = found.scales if len(found.scales) == 1 else found.scales[rows]
             matrix[rows].copy_(numbers.mul_(scales.float()[:, groups]))
+
+    def _share(self, part: _Placed, found: Numbers) -> Numbers:
+        """The rank's part of a map of which all was read. Raises ConfigError for another size."""
+        portion = part.portion
+        rows, columns = portion.parts[Axis.OUT], portion.parts[Axis.IN]
+        per = self.quantization.tile_columns
+        assert found.numbers is not None, "a table's places are decoded"
+        assert per is not None, "a scale is of a block"
+        sizes = portion.sizes[Axis.OUT], portion.sizes[Axis.IN]
+        if found.numbers.shape != sizes or columns.start % per:
+            raise ConfigError(
+                f"{part.module}: a quant_state of {list(found.numbers.shape)} and ranks that begin"
+                f" at input {columns.start} do not go with {list(sizes)} in blocks of {per}; use"
+                " fewer ranks, or unquantized weights"
+            )
+        scales = found.scales[rows, columns.start // per : -(-columns.stop // per)]
+        return Numbers(numbers=found.numbers[rows, columns], scales=scales)
 
     def _groups(self, part: _Placed, found: Numbers) -> Tensor:
         """[in] int64: the column of each input's scale. Raises ConfigError if there is none."""

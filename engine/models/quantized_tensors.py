@@ -16,6 +16,10 @@ its published weight is several tensors, each of which covers outputs and inputs
                      weight_global_scale [1]
     MODELOPT_NVFP4   weight [out, in / 2]         weight_scale [out, in / 16]
                      weight_scale_2 []
+    BITS_AND_BYTES   weight [out in / 2]          weight.absmax [out in / 64]
+                     weight.quant_map [16]        weight.quant_state... [JSON]
+                     weight.nested_absmax [out in / 64 / 256]
+                     weight.nested_quant_map [256]
 
 A word has eight numbers of 4 bits, or four of 8.
 """
@@ -29,6 +33,7 @@ from enum import Enum
 from engine.errors import ConfigError
 from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
 from engine.models.quantization import (
+    BITS_AND_BYTES_GROUP,
     FP4_PACKINGS,
     FP8_PACKINGS,
     MXFP4_PACKINGS,
@@ -41,6 +46,7 @@ from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
 from kernels.quant.sizes import reads_sizes
 
 _WORD_BITS = 32
+ANY_LENGTH = -1
 _INT4_COLUMNS = 16  # what kernels of 4-bit numbers read at once
 _SUFFIX = ".weight"
 _PER_BYTE = 2
@@ -71,7 +77,7 @@ class Cut:
     def length(self, size: int) -> int:
         return 1 if self.per is None else -(-size // self.per)
 
-    def share(self, part: slice, size: int, what: str) -> slice:
+    def share(self, part: slice, size: int, what: str, way_out: str) -> slice:
         """The entries for `part` of `size`. Raises ConfigError where an entry would be cut."""
         if self.per is None or (part.start, part.stop) == (0, size):
             return slice(0, self.length(size))
@@ -80,7 +86,7 @@ class Cut:
         if part.start % self.per or (part.stop % self.per and part.stop != size):
             raise ConfigError(
                 f"{what}: {size} {self.axis.value} in blocks of {self.per} cannot be shared in"
-                f" parts of {part.stop - part.start}; use fewer ranks"
+                f" parts of {part.stop - part.start}; {way_out}"
             )
         return slice(part.start // self.per, -(-part.stop // self.per))
 
@@ -90,18 +96,26 @@ class PublishedTensor:
     """One of the tensors of a quantised linear map."""
 
     dtypes: tuple[str, ...]
-    cuts: tuple[Cut, ...]  # none: a single number
+    cuts: tuple[Cut, ...] = ()  # none: a single number
     is_optional: bool = False
+    # Of bitsandbytes, in one dimension and not to be cut: so many entries (ANY_LENGTH: any number
+    # of them), or one for so many weights.
+    length: int | None = None
+    weights_each: int | None = None
 
     def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        if self.length is not None:
+            return (self.length,)
+        if self.weights_each is not None:
+            return (-(-num_rows * num_columns // self.weights_each),)
         sizes = {Axis.OUT: num_rows, Axis.IN: num_columns}
         return tuple(cut.length(sizes[cut.axis]) for cut in self.cuts)
 
     def share(
-        self, parts: Mapping[Axis, slice], sizes: Mapping[Axis, int], what: str
+        self, parts: Mapping[Axis, slice], sizes: Mapping[Axis, int], what: str, way_out: str
     ) -> list[slice]:
         """Slices of the outputs and inputs `parts`; none for a single number."""
-        return [cut.share(parts[cut.axis], sizes[cut.axis], what) for cut in self.cuts]
+        return [cut.share(parts[cut.axis], sizes[cut.axis], what, way_out) for cut in self.cuts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +128,8 @@ class NeededTensor:
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor has this shape; dimensions of 1 at the end do not count."""
+        if self.shape == (ANY_LENGTH,):
+            return len(shape) == 1
         return _without_ones(shape) == _without_ones(self.shape)
 
 
@@ -130,6 +146,8 @@ def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
         return _tensors_of_fp4(quantization)
     if quantization.packing in FP8_PACKINGS or quantization.packing is Packing.INT8:
         return _tensors_of_bytes(quantization)
+    if quantization.packing is Packing.BITS_AND_BYTES:
+        return _tensors_of_table(quantization)
     return _tensors_of_words(quantization)
 
 
@@ -181,6 +199,29 @@ def _tensors_of_words(quantization: Quantization) -> dict[str, PublishedTensor]:
     return tensors | {"weight_g_idx": order}
 
 
+def _tensors_of_table(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """Places in a table of 16 numbers, two in a byte, in one dimension; scales of blocks."""
+    block, nested = BITS_AND_BYTES_GROUP, BITS_AND_BYTES_GROUP * 256
+    has_nested = quantization.has_nested_scales
+    tensors = {
+        "weight": PublishedTensor(dtypes=("U8",), weights_each=_PER_BYTE),
+        "weight.absmax": PublishedTensor(
+            dtypes=("U8",) if has_nested else ("F32",), weights_each=block
+        ),
+        "weight.quant_map": PublishedTensor(dtypes=("F32",), length=16),
+        state_name(quantization): PublishedTensor(dtypes=("U8",), length=ANY_LENGTH),
+    }
+    if has_nested:
+        tensors["weight.nested_absmax"] = PublishedTensor(dtypes=("F32",), weights_each=nested)
+        tensors["weight.nested_quant_map"] = PublishedTensor(dtypes=("F32",), length=256)
+    return tensors
+
+
+def state_name(quantization: Quantization) -> str:
+    """The tensor whose bytes are JSON: sizes, and what is added to nested scales."""
+    return f"weight.quant_state.bitsandbytes__{quantization.table_name}"
+
+
 def _tensors_of_fp4(quantization: Quantization) -> dict[str, PublishedTensor]:
     """Pairs of numbers in bytes; scales of groups, which two ranks may share."""
     one_out, group = Cut(Axis.OUT), Cut(Axis.IN, quantization.tile_columns, may_be_cut=True)
@@ -214,6 +255,7 @@ class Portion:
 
     parts: dict[Axis, slice]
     sizes: Mapping[Axis, int]  # of the whole map
+    is_of_expert: bool
 
     @classmethod
     def of(cls, stacked: StackedTensor, name: str, rank: Rank) -> "Portion":
@@ -221,7 +263,11 @@ class Portion:
         assert num_columns is not None, f"{name} is a vector"
         whole = (slice(0, num_rows), slice(0, num_columns))
         rows, columns = stacked.share_of(name, rank) or whole
-        return cls({Axis.OUT: rows, Axis.IN: columns}, {Axis.OUT: num_rows, Axis.IN: num_columns})
+        return cls(
+            {Axis.OUT: rows, Axis.IN: columns},
+            {Axis.OUT: num_rows, Axis.IN: num_columns},
+            stacked.num_experts is not None,
+        )
 
     def scale_columns(self, quantization: Quantization) -> int:
         """The inputs that share a scale in memory: fewer than published where a block is cut."""
@@ -238,12 +284,16 @@ class Portion:
         """
         whole = self.parts | {Axis.IN: slice(0, self.sizes[Axis.IN])}
         group = Cut(Axis.IN, quantization.tile_columns)
+        way_out = "use fewer ranks"
+        if self.is_of_expert:
+            way_out += ", or set workers.expert_parallel to true"
         return {
             suffix: tuple(
                 tensor.share(
                     whole if quantization.must_have_order and group in tensor.cuts else self.parts,
                     self.sizes,
                     f"{module}.{suffix}",
+                    way_out,
                 )
             )
             for suffix, tensor in published_tensors(quantization).items()
@@ -355,7 +405,7 @@ def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: lis
 def _whole_sizes(quantization: Quantization) -> tuple[int, int]:
     """Outputs and inputs of which a map must have a multiple."""
     group = quantization.tile_columns or 1
-    if quantization.packing is Packing.INT8:
+    if quantization.packing in (Packing.INT8, Packing.BITS_AND_BYTES):
         return 1, group
     per_word = _WORD_BITS // quantization.bits
     return per_word, math.lcm(group, per_word if quantization.is_made_matrix else _INT4_COLUMNS)

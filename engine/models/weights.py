@@ -237,10 +237,11 @@ def load_weights(
 def _warn_of_matrices(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
     if spec.quantization is not None and spec.quantization.is_made_matrix:
         logger.warning(
-            "%s: no kernel multiplies by integers of 8 bits: its weights are made matrices in %s,"
+            "%s: no kernel multiplies by these weights (%s): they are made matrices in %s,"
             " with the memory and the speed of an unquantised model; the same model in FP8, or"
             " unquantised with model.quantization: fp8, takes half the memory",
             folder,
+            spec.quantization.packing.value,
             dtype,
         )
 

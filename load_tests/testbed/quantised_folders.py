@@ -312,6 +312,55 @@ def _gptq_int8(size: int) -> Callable[[Array, np.random.Generator], Published]:
     return publish
 
 
+# ---- bitsandbytes --------------------------------------------------------------------------------
+
+# Quantiles of a normal distribution (QLoRA, appendix E).
+_BELOW = [-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
+_BELOW += [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495]
+_ABOVE = [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+_ABOVE += [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1]
+_NF4 = np.array([*_BELOW, 0, *_ABOVE])
+_BLOCK, _NESTED_BLOCK = 64, 256
+
+
+def _nf4(*, has_nested: bool) -> Callable[[Array, np.random.Generator], Published]:
+    """Places in a table; scales in fp32, or places in a table of random numbers themselves."""
+
+    def publish(matrix: Array, random: np.random.Generator) -> Published:
+        blocks = matrix.reshape(-1, _BLOCK)
+        largest = np.abs(blocks).max(axis=1)
+        state: dict[str, object] = {"quant_type": "nf4", "blocksize": _BLOCK}
+        state |= {"dtype": "bfloat16", "shape": list(matrix.shape)}
+        tensors: dict[str, torch.Tensor] = {}
+        if has_nested:
+            table, known = _stored(np.sort(random.uniform(-1, 1, 256)), torch.float32)
+            offset = float(np.float32(largest.mean()))
+            runs = np.arange(len(largest)) // _NESTED_BLOCK
+            most = np.array(
+                [np.abs(largest - offset)[runs == r].max() for r in range(runs[-1] + 1)]
+            )
+            factors, used = _stored(most, torch.float32)
+            codes = np.abs((largest - offset)[:, None] / used[runs][:, None] - known).argmin(axis=1)
+            scales = (known[codes] * used[runs]).astype(np.float32) + np.float32(offset)
+            tensors |= {"absmax": torch.from_numpy(codes.astype(np.uint8))}
+            tensors |= {"nested_absmax": factors, "nested_quant_map": table}
+            state |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
+            state["nested_offset"] = offset
+        else:
+            tensors["absmax"], scales = _stored(largest, torch.float32)
+        tensors["quant_map"], numbers = _stored(_NF4, torch.float32)
+        places = np.abs(blocks[:, :, None] / scales[:, None, None] - numbers).argmin(axis=2)
+        flat = places.reshape(-1).astype(np.uint8)
+        packed = torch.from_numpy(flat[::2] << np.uint8(4) | flat[1::2])[:, None]
+        text = np.frombuffer(json.dumps(state).encode(), dtype=np.uint8)
+        tensors["quant_state.bitsandbytes__nf4"] = torch.from_numpy(text.copy())
+        stands_for = numbers[places] * scales[:, None].astype(np.float64)
+        found = {f"weight.{name}": tensor for name, tensor in tensors.items()}
+        return Published({"weight": packed, **found}, stands_for.reshape(matrix.shape))
+
+    return publish
+
+
 # ---- 4 bits of float -----------------------------------------------------------------------------
 
 _E2M1 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6))  # bits 0 to 7; bit 3 is the sign
@@ -528,6 +577,19 @@ FORMS: dict[str, Form] = {
 
 
 _INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+_BITS_AND_BYTES: dict[str, object] = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": False,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_skip_modules": ["lm_head"],
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
 # Read as matrices: see `Quantization.is_made_matrix`.
 DECODED_FORMS: dict[str, Form] = {
     "ct-int8-channel": Form(
@@ -558,6 +620,12 @@ DECODED_FORMS: dict[str, Form] = {
         config=_GPTQ_CONFIG | {"bits": 8, "group_size": 32, "desc_act": True, "sym": False},
         publish=_gptq_int8(32),
         multiple=32,
+    ),
+    "nf4": Form(config=_BITS_AND_BYTES, publish=_nf4(has_nested=False), multiple=64),
+    "nf4-nested": Form(
+        config=_BITS_AND_BYTES | {"bnb_4bit_use_double_quant": True},
+        publish=_nf4(has_nested=True),
+        multiple=64,
     ),
 }
 

@@ -19,7 +19,7 @@ GPU = torch.device("cuda")
 ROUNDED = ("fp8-block", "ct-fp8-channel", "ct-fp8-block")
 FORMS = (*ROUNDED, "ct-int4-128-asymmetric", "ct-int4-32")
 FORMS += ("awq", "gptq", "gptq-v2-order", "gptq-channel", "ct-mxfp4", "ct-nvfp4", "ct-mxfp8")
-FORMS += ("ct-int8-channel", "gptq-int8")
+FORMS += ("ct-int8-channel", "gptq-int8", "nf4-nested")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,

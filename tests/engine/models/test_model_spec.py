@@ -158,8 +158,8 @@ def test_scalings_without_an_original_length_take_the_stated_one(tmp_path: Path)
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "not supported"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         (
-            {"quantization_config": {"quant_method": "bitsandbytes"}},
-            ["quantization_config", "bits"],
+            {"quantization_config": {"quant_method": "torchao"}},
+            ["quantization_config", "torchao"],
         ),
         ({"torch_dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
         ({"eos_token_id": "2"}, ["eos_token_id", "token id"]),

@@ -201,8 +201,16 @@ def test_ranks_hold_their_part_of_every_expert_with_its_scales(form: str, tmp_pa
 @pytest.mark.parametrize(
     ("form", "settings", "named"),
     [
-        ("fp8-block", {"moe_intermediate_size": 384}, "experts.0.gate_proj.weight_scale_inv: 384"),
-        ("ct-int4-128-asymmetric", {}, r"experts.0.down_proj.weight_scale: 128 inputs in blocks"),
+        (
+            "fp8-block",
+            {"moe_intermediate_size": 384},
+            "experts.0.gate_proj.weight_scale_inv: 384 .*workers.expert_parallel to true",
+        ),
+        (
+            "ct-int4-128-asymmetric",
+            {},
+            r"experts.0.down_proj.weight_scale: 128 inputs in blocks .*fewer ranks, or set workers",
+        ),
         ("gptq-v2-order", {}, r"mlp.experts.0.down_proj: 2 ranks .*order"),
     ],
 )
