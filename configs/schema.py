@@ -466,6 +466,8 @@ class AppConfig(_Section, frozen=True):
 
     name: str | None = None  # Ray namespace of the actors; None = the Serve application's name
     debug: bool = False  # allows what must never be on in production: `faults`
+    # Of every process. debug = also each step that may be computed as two batches, and connections.
+    log_level: Literal["debug", "info"] = "info"
     faults: str = ""  # what goes wrong on demand, for tests; see configs/faults.py
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -56,7 +56,7 @@ from engine.request import Request
 from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
 from engine.speculation.drafter import HostDrafter, RequestNgrams
-from kernels.guesses import GuessedLines
+from kernels.guessed_steps import GuessedLines
 from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes

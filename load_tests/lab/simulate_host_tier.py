@@ -6,7 +6,9 @@
 Scheduler, block cache, tier and arena are the engine's own, with all of the tier's threads. In
 place of a device there are times: of steps (costs that the scheduler has to learn), of the bus in
 each direction, and of streams that wait for each other as in engine/kv/host/movers.py. A digest of
-what was loaded waits for a kernel of the step beside it, which takes up to `--kernel-ms`.
+what was loaded waits for a kernel of the step beside it, which takes up to `--kernel-ms`. The
+thread that steps has the interpreter for `--turn-ms` a step; another one that wants to go on gets
+it after `--switch-ms` (see actors/lifecycle/threads.py).
 """
 
 import argparse
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
+from actors.lifecycle.threads import SWITCH_S
 from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.core import EngineCore
 from engine.cost_model import PRIOR, StepCosts
@@ -39,7 +42,6 @@ from load_tests.testbed.virtual_time import Signal, VirtualLane, VirtualTime
 
 BLOCK_BYTES = 16 * 147_456  # Qwen3-8B in 16 bits
 VOCABULARY = 30_000
-LAUNCH_S = 1e-3  # of the host, a step
 # Measured on an H200: load_tests/results/host_tier.md.
 BUS_BYTES_S = 49e9
 BURST_BYTES = 10 * 2**20
@@ -77,7 +79,9 @@ class VirtualGpu:
 
     def __init__(self, time: VirtualTime, args: argparse.Namespace, num_blocks: int) -> None:
         self._time = time
-        self._kernel_s = args.kernel_ms / 1e3
+        self._kernel_s, self._turn_s = args.kernel_ms / 1e3, args.turn_ms / 1e3
+        self._switch_s = args.switch_ms / 1e3
+        self._turn_end_s = 0.0  # until then the thread that steps has the interpreter
         self._costs = _true_costs(args.prefill_tokens_s)
         self._rng = random.Random(args.seed)
         self._steps, self._saves = Stream(time), Stream(time)
@@ -87,7 +91,8 @@ class VirtualGpu:
         self.held_s: list[float] = []  # by saves: the steps, and the thread that launches them
 
     def launch(self, plan: StepPlan) -> "_Step":
-        self._time.wait_until(self._time.now_s() + LAUNCH_S)
+        self._turn_end_s = self._time.now_s() + self._turn_s
+        self._time.wait_until(self._turn_end_s)
         newest = self.scheduler._in_flight.newest
         seconds = self._costs.step_seconds(newest.work) * self._rng.uniform(0.98, 1.02)
         seconds += BESIDE_SAVE_S * self._down.is_busy + BESIDE_LOAD_S * self._up.is_busy
@@ -106,9 +111,9 @@ class VirtualGpu:
         self.held_s.append(max(0.0, are_read_s - before_s) + STAGE_S)
 
         def wait() -> list[int]:
-            self._time.wait_until(are_read_s)
+            self._wait_beside(are_read_s)
             for first, num in _bursts(len(rows)):
-                self._time.wait_until(self._down.queue(num * BLOCK_BYTES / BUS_BYTES_S) + BURST_S)
+                self._wait_beside(self._down.queue(num * BLOCK_BYTES / BUS_BYTES_S) + BURST_S)
                 self.rows.give_back(rows[first : first + num])
             return [0] * len(block_ids)
 
@@ -118,14 +123,20 @@ class VirtualGpu:
         are_read_s = self._saves.free_s
 
         def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
-            self._time.wait_until(max(self._time.now_s(), are_read_s))
+            self._wait_beside(max(self._time.now_s(), are_read_s))
             for _, num in _bursts(len(slots)):
-                self._time.wait_until(self._up.queue(num * BLOCK_BYTES / BUS_BYTES_S) + BURST_S)
+                self._wait_beside(self._up.queue(num * BLOCK_BYTES / BUS_BYTES_S) + BURST_S)
             held_up_s = self._rng.uniform(0.0, self._kernel_s) * self._steps.is_busy
-            self._time.wait_until(self._time.now_s() + DIGEST_S + held_up_s)
+            self._wait_beside(self._time.now_s() + DIGEST_S + held_up_s)
             return [0] * len(slots)
 
         return load
+
+    def _wait_beside(self, until_s: float) -> None:
+        """On a thread beside the one that steps: until then, and until it has the interpreter."""
+        self._time.wait_until(until_s)
+        now_s = self._time.now_s()
+        self._time.wait_until(max(now_s, min(self._turn_end_s, now_s + self._switch_s)))
 
 
 def _true_costs(prefill_tokens_s: float) -> StepCosts:
@@ -300,6 +311,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-tokens-s", type=float, default=60e3)
     parser.add_argument("--staged", type=int, default=1000, help="blocks, on their way to the host")
     parser.add_argument("--kernel-ms", type=float, default=1.0, help="that a digest may wait for")
+    parser.add_argument("--turn-ms", type=float, default=1.0, help="of the host, a step")
+    parser.add_argument(
+        "--switch-ms", type=float, default=1e3 * SWITCH_S, help="of the interpreter; Python's is 5"
+    )
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from engine.clock import Clock
 
 _NUM_COUNTED = 32  # blocks: as many more count for half
 _MAX_SLOWER = 4.0  # than predicted, that one measurement may count as
-_FORGET_S = 5.0
+_HALF_LIFE_S = 1.0
 
 
 class BlockTime:
@@ -14,8 +14,8 @@ class BlockTime:
 
     What is predicted to be too slow is not tried, and so not measured again. So the first
     prediction is a hopeful one, a single measurement that something has held up counts for little,
-    and when there was none for `_FORGET_S` seconds, all are forgotten. One thread learns, any may
-    ask.
+    and without another one the prediction returns to the hopeful one, half of the way in each
+    `_HALF_LIFE_S`. One thread learns, any may ask.
     """
 
     def __init__(self, hopeful_s: float, clock: Clock) -> None:
@@ -25,13 +25,17 @@ class BlockTime:
 
     @property
     def predicted_s(self) -> float:
-        is_old = self._clock.now_s() - self._learnt_at_s > _FORGET_S
-        return self._hopeful_s if is_old else self._learnt_s
+        return self._predicted_at(self._clock.now_s())
+
+    def _predicted_at(self, time_s: float) -> float:
+        kept = 0.5 ** ((time_s - self._learnt_at_s) / _HALF_LIFE_S)
+        return self._hopeful_s + kept * (self._learnt_s - self._hopeful_s)
 
     def learn(self, took_s: float, num_blocks: int) -> None:
-        """So many blocks took `took_s` together."""
-        before_s = self.predicted_s
+        """So many blocks took `took_s` together, until now."""
+        now_s = self._clock.now_s()
+        before_s = self._predicted_at(max(self._learnt_at_s, now_s - took_s))
         counted_s = min(took_s / num_blocks, _MAX_SLOWER * before_s)
         share = num_blocks / (num_blocks + _NUM_COUNTED)
         self._learnt_s = before_s + share * (counted_s - before_s)
-        self._learnt_at_s = self._clock.now_s()
+        self._learnt_at_s = now_s

@@ -124,6 +124,12 @@ class HostLoad:
         """Whether the device's blocks are not touched any more."""
         return self.has_ended or self._is_let_go
 
+    @property
+    def num_left(self) -> int:
+        """Blocks that are still to be moved."""
+        is_ending = self.is_over or self.is_cancelled
+        return 0 if is_ending else len(self.blocks) - self.num_landed
+
     def cancel(self) -> None:
         """What is not under way need not come; over at once if a file is being read."""
         with self._lock:
@@ -193,7 +199,6 @@ class HostTier:
         self._saves: deque[_Save] = deque()
         self._saving: set[bytes] = set()
         self._loads: list[HostLoad] = []
-        self._num_loading = 0  # blocks, of `_loads`
         self._load_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S, clock)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._num_in_vain = 0  # blocks evicted since a worker has found one
@@ -353,8 +358,10 @@ class HostTier:
         return sum(isinstance(block, DiskBlock) for block in blocks)
 
     def load_seconds(self, blocks: Sequence[HostBlock | DiskBlock]) -> float:
-        """Predicted time until these blocks would be loaded, after those under way."""
-        host_s = _LOAD_FLOOR_S + self._load_time.predicted_s * (self._num_loading + len(blocks))
+        """Predicted time until these blocks would be loaded, in turns with those under way."""
+        num_blocks = len(blocks)
+        num_moved = num_blocks + sum(min(num_blocks, load.num_left) for load in self._loads)
+        host_s = _LOAD_FLOOR_S + self._load_time.predicted_s * num_moved
         num_on_disk = self.num_on_disk(blocks)
         if self._disk is None or num_on_disk == 0:
             return host_s
@@ -365,7 +372,6 @@ class HostTier:
         load = HostLoad(*self._with_room(blocks, block_ids))
         copy = self._mover.begin_load()
         self._loads.append(load)
-        self._num_loading += len(load.blocks)
         if self._disk is not None:
             self._disk.num_reading += len(load.files)
         self._load_lane.post(lambda: self._run(load, copy, 0))
@@ -390,24 +396,34 @@ class HostTier:
         return room, block_ids, files
 
     def _run(self, load: HostLoad, copy: Copy, first: int) -> None:
-        """On the loading thread: all, or until a block has to be read from a file first."""
-        num_blocks = len(load.blocks)
+        """On the loading thread: the next piece of a load, read from a file first if it is in one.
+
+        The piece after it comes when other loads have had theirs: who waits for a load gives up
+        unless it gets on, so none waits for the end of another.
+        """
         try:
-            while first < num_blocks and load.may_move():
-                size = piece_size(first, num_blocks, self._arena.block_bytes)
-                end = _end_of_piece(load, first, min(first + size, num_blocks))
+            if load.may_move():
+                end = self._end_of_next(load, first)
                 if self._disk is not None and first in load.files and load.num_read <= first:
                     load.begin_reading()
                     self._disk.post(partial(self._read, load, copy, first, end))
                     return
                 self._run_piece(load, copy, first, end)
-                self._wake()
-                first = end
+                if end < len(load.blocks) and load.may_move():
+                    self._load_lane.post(lambda: self._run(load, copy, end))
+                    self._wake()
+                    return
         except Exception:
             logger.exception("the host tier is switched off: a block could not be loaded")
             self._fail(load)
         load.has_ended = True
         self._wake()
+
+    def _end_of_next(self, load: HostLoad, first: int) -> int:
+        """Of the piece that begins with block `first`; beside other loads it is a short one."""
+        num_blocks, is_alone = len(load.blocks), len(self._loads) == 1
+        size = piece_size(first if is_alone else 0, num_blocks, self._arena.block_bytes)
+        return _end_of_piece(load, first, min(first + size, num_blocks))
 
     def _read(self, load: HostLoad, copy: Copy, first: int, end: int) -> None:
         """On the disk's reading thread: the blocks of a piece, into the arena."""
@@ -453,7 +469,6 @@ class HostTier:
             load.num_landed += 1
 
     def _end(self, load: HostLoad) -> None:
-        self._num_loading -= len(load.blocks)
         self._counts["loaded"] += load.num_landed
         wrong = load.files.get(load.num_landed)
         if load.problem == "gone":
