@@ -45,7 +45,7 @@ from load_tests.tables import render_rows
 
 NUM_NEW = 128  # tokens of a row after its first
 _PROMPT_TOKENS = 128
-_MAX_GRAPH_TOKENS = 1024
+MAX_GRAPH_TOKENS = 512  # of steps with drafts, as an H200 has by default
 # What a step with drafts that the device looked up took beyond a plain one of as many tokens, by
 # its tokens, on an H200: 4.58 ms (1 row, 5 tokens), 4.89 (16, 64), 9.25 (64, 320), 20.5 (256, 768),
 # 26.97 (256, 1,024), 36.48 (256, 1,280, which no graph holds).
@@ -190,11 +190,12 @@ class Batches:
         rules: SpeculationRules | None = None,
         seed: int = 0,
         host: HostCosts = HOST,
+        graph_tokens: int = MAX_GRAPH_TOKENS,
     ) -> None:
         rules = rules or SpeculationRules()
         self.clock = ManualClock()
         num_blocks = 2 * num_rows * -(-(_PROMPT_TOKENS + NUM_NEW + 16) // BLOCK_SIZE) + 64
-        most = min(num_rows * (1 + rules.max_drafts), _MAX_GRAPH_TOKENS)
+        most = min(num_rows * (1 + rules.max_drafts), graph_tokens)
         sizes = tuple(sorted({size.num_tokens for size in verify_sizes(num_rows, most)}))
         self.controller = SpeculationController(rules)
         self.device = VirtualDevice(self.clock, sizes, seed, host)
@@ -251,14 +252,21 @@ def gains(
     rules: SpeculationRules | None = None,
     seed: int = 0,
     host: HostCosts = HOST,
+    graph_tokens: int = MAX_GRAPH_TOKENS,
 ) -> list[Gain]:
     """Of a batch of each number of rows."""
+
+    def begin(most_rows: int) -> Batches:
+        return Batches(
+            most_rows, drafts=True, rules=rules, seed=seed, host=host, graph_tokens=graph_tokens
+        )
+
     found: list[Gain] = []
-    drafted = Batches(max(num_rows), drafts=True, rules=rules, seed=seed, host=host)
+    drafted = begin(max(num_rows))
     for rows in num_rows:
         plain = Batches(rows, drafts=False, seed=seed).run(rows)
         if not carried:
-            drafted = Batches(rows, drafts=True, rules=rules, seed=seed, host=host)
+            drafted = begin(rows)
         drafted.device.acceptance = acceptance
         if carried:
             drafted.run(rows, NUM_NEW // 4)
@@ -282,6 +290,7 @@ def main() -> None:
     parser.add_argument("--carried", action="store_true", help="one controller for all rows")
     parser.add_argument("--max-drafts", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--graph-tokens", type=int, default=MAX_GRAPH_TOKENS)
     parser.add_argument("--slow-host", action="store_true", help="twice as slow as at its best")
     args = parser.parse_args()
     print("gain until all rows end (while all run, rows with drafts a step); least of the seeds\n")

@@ -31,6 +31,7 @@ from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.speculation import step_s
 from load_tests.simulation.speculation_batch import (
     HOST,
+    MAX_GRAPH_TOKENS,
     SLOW_HOST,
     HostCosts,
     LookedUp,
@@ -46,7 +47,6 @@ from load_tests.simulation.speculation_engine import (
 from load_tests.tables import render_rows
 
 MAX_ROWS, MAX_TOKENS, NUM_BLOCKS = 256, 8192, 18_000
-_MAX_GRAPH_TOKENS = 1024
 _WARM_UP_S = 5.0
 
 
@@ -58,7 +58,7 @@ class MixedDevice(VirtualDevice):
     def __init__(
         self, clock: ManualClock, acceptance: float, seed: int, host: HostCosts = HOST
     ) -> None:
-        verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS)]
+        verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, MAX_GRAPH_TOKENS)]
         super().__init__(clock, verifies, seed, host)
         self.acceptance = acceptance
         self._decodes = [size.num_tokens for size in decode_sizes(MAX_ROWS)]
@@ -99,7 +99,7 @@ class MixedEngine:
     ) -> None:
         self._clock = ManualClock()
         self.device = MixedDevice(self._clock, acceptance, seed, host)
-        verifies = tuple(size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS))
+        verifies = tuple(size.num_tokens for size in verify_sizes(MAX_ROWS, MAX_GRAPH_TOKENS))
         drafter = None if policy is None else LookedUp(self._clock, host)
         drafting = Drafting(drafter, policy, graph_tokens=verifies)
         self.scheduler = virtual_scheduler(

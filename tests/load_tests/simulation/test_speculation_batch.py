@@ -32,7 +32,8 @@ def test_an_unlucky_start_leaves_no_row_behind() -> None:
 
 
 def test_a_batch_that_fits_no_graph_does_not_make_drafts_dear_for_others() -> None:
-    *_, found = gains([256], 1.0, rules=SpeculationRules(max_drafts=4), seed=3)
+    rules = SpeculationRules(max_drafts=4)
+    *_, found = gains([256], 1.0, rules=rules, seed=3, graph_tokens=1024)
     assert found.all_rows_end > 1.3
 
 
