@@ -72,6 +72,9 @@ class PlannedDrafts:
     max_model_len: int = 0  # as of `StepRoom`
     # Index, first token, token ids: as `StepPlan.texts`.
     texts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    # Requests that from now on have drafts ahead: these are from the host, or their whole texts are
+    # told to the device, both of which takes longer than what follows.
+    num_beginning: int = 0
 
     @property
     def num_drafts(self) -> int:
@@ -202,13 +205,16 @@ class Drafting:
         drafts = {i: found[i][:n] for i, n in enumerate(counts) if n > 0 and i in found}
         if drafts:
             self._num_drafts_per_row = sum(map(len, drafts.values())) / len(requests)
+        texts = _texts(drafter, requests, drafts)
+        by_host = [i for i in drafts if not in_flight[i] and self._goes_ahead(requests[i])]
         return PlannedDrafts(
             drafts=drafts,
             decision=decision,
             new_blocks=new_blocks,
             spent_s=drafter.spent_s if any(counts) else 0.0,
             nums_in_flight={i: m for i, m in enumerate(in_flight) if m},
-            texts=_texts(drafter, requests, drafts),
+            texts=texts,
+            num_beginning=len(by_host) + sum(start == 0 for _, start, _ in texts),
             max_model_len=room.max_model_len,
         )
 
@@ -475,6 +481,8 @@ class Drafting:
         idle_s, self._idle_s = self._idle_s, 0.0
         if idle_s > 0:
             decision = replace(decision, is_holding=True)
+        if planned.num_beginning:
+            decision = replace(decision, num_beginning=planned.num_beginning)
         num_tokens = sum(map(len, result.tokens[: len(decision.num_drafts)]))
         seconds = result.duration_s
         if seconds is not None:

@@ -21,8 +21,9 @@ each as far as the step has room, if drafts would pay were all rows to accept mu
 256 rows of a step costs over a plain step, and several such steps are in flight before the first
 result. Until something is known of any, the rest wait for those. Afterwards new trials begin
 `retry_steps` later, and each time after four times as long, up to `max_retry_steps`, until drafts
-pay without a trial. Where requests differ in what they accept by more than chance, what others do
-says little, and all are tried.
+pay without a trial. Other requests of which nothing is known are not even asked while drafts do not
+pay by what all others accept: to be asked they may have to be held. Where requests differ in what
+they accept by more than chance, what others do says little, and all are tried.
 
 Budget of a step. A draft's survival is the probability that it and all before it are accepted: the
 product of estimates by position. Drafts are taken in the order of survival, so a row's are a
@@ -107,6 +108,8 @@ class StepDrafts:
     num_tokens: int = 0  # of the step, prompts and drafts included
     kind: StepKind = NO_GRAPH
     is_holding: bool = False  # rows are held back, so that even without drafts it may lose
+    was_asked: bool = False  # the drafter, of some row
+    num_beginning: int = 0  # rows that begin to have drafts, for which the host needs longer
     reason: str = ""
 
     @property
@@ -260,6 +263,7 @@ def price_drafts(
         num_tokens=num_tokens,
         kind=_kind(offer, has_graph=num_tokens <= _largest_graph(offer)),
         is_holding=(offer.num_plain_rows or 0) > num_rows,
+        was_asked=any(offer.max_drafts),
         reason="most expected tokens per second" if num_drafts else "no draft pays",
     )
 
@@ -315,6 +319,9 @@ class Purse:
     NUM_PLAIN = 5  # plain steps whose errors are kept
     GAIN_DECAY = 0.98  # of the measured gain, a step with drafts
     SURCHARGE_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
+    # Rows that begin to have drafts, in a step that says what such steps take: of more the host
+    # launches it late, once. It kept up with 64 beside an H200, and not with 256.
+    MOST_BEGINNING = 64
 
     def __init__(self, rules: SpeculationRules) -> None:
         self._rules = rules
@@ -365,7 +372,8 @@ class Purse:
             self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
             self._bias = sorted(self._ratios)[len(self._ratios) // 2]
-            self._plain_waits_s.append(waited_s)
+            if not drafts.was_asked:  # else it may have waited for that
+                self._plain_waits_s.append(waited_s)
         self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
         if self.is_on and self.balance < 0:
             self.is_on = False
@@ -389,7 +397,8 @@ class Purse:
         spent_s = max(drafts.rows_s + seconds + waited_s - drafts.plain_s, 0.1 * drafts.rows_s)
         self.balance += (earned_s - spent_s) / drafts.rows_s
         if drafts.has_drafts:
-            self.surcharge.observe(drafts.kind, drafts.num_tokens, error_s, waited_s)
+            if drafts.num_beginning <= self.MOST_BEGINNING:
+                self.surcharge.observe(drafts.kind, drafts.num_tokens, error_s, waited_s)
             self._gain = self._gain * self.GAIN_DECAY + earned_s / spent_s
             self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
             self._weight = self._weight * self.GAIN_DECAY + 1
@@ -428,6 +437,8 @@ class SpeculationController:
         self._purse = Purse(rules)
         self._step = 0  # steps observed
         self._are_costs_fitted = False  # in the last plan
+        # Of the last step without prompts.
+        self._newest: tuple[StepOffer, StepCosts] | None = None
         # By position, since the start.
         self._judged: Integers = np.zeros(rules.max_drafts, np.int64)
         self._accepted: Integers = np.zeros(rules.max_drafts, np.int64)
@@ -443,8 +454,16 @@ class SpeculationController:
         """How many drafts to ask the drafter for, by the gates; 0 = none."""
         if not self._purse.is_on:
             return [0] * len(keys)
-        most: list[int] = self._gates.max_drafts(self._gates.slots_of(keys), self._step).tolist()
+        slots = self._gates.slots_of(keys)
+        most: list[int] = self._gates.max_drafts(slots, self._step, self._pays_unseen).tolist()
         return most
+
+    def _pays_unseen(self) -> bool:
+        """Whether drafts of rows that nothing is known of pay in steps like the last one."""
+        if self._newest is None:
+            return True
+        offer, costs = self._newest
+        return self._would_pay(offer, costs, self._gates.everyone.rate)
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
         """How many drafts of each row the step verifies; a request often refused rests a while.
@@ -452,6 +471,8 @@ class SpeculationController:
         Not because of a step with prompts: what drafts cost beside these says nothing of others.
         """
         self._are_costs_fitted = costs.is_fitted
+        if offer.work.num_prompt_tokens == 0 and not offer.is_short_waiting:
+            self._newest = replace(offer, num_plain_rows=None), costs
         most = np.array(offer.max_drafts, dtype=np.int64)
         asked = np.flatnonzero(most)
         slots = self._gates.slots_of([offer.keys[i] for i in asked.tolist()])
@@ -472,7 +493,7 @@ class SpeculationController:
             counts[asked] = np.minimum(counts[asked], rules.trial_drafts)
             drafts = price_drafts(counts, survivals, offer, costs, surcharge)
         tried = asked[is_tried & (counts[asked] == 0)]
-        if len(tried) and self._would_pay(offer, costs):
+        if len(tried) and self._would_pay(offer, costs, self._gates.everyone.FIRST_RATE):
             trial = np.minimum(most[tried], rules.trial_drafts)
             nums = counts.sum() + trial.cumsum()
             depth = max(int(counts.max()), int(trial.max()))
@@ -484,10 +505,10 @@ class SpeculationController:
             self._gates.refuse(refused, self._step)
         return drafts
 
-    def _would_pay(self, offer: StepOffer, costs: StepCosts) -> bool:
-        """Whether drafts would pay if each row had some, and accepted what a trial hopes for."""
-        hopes = self._gates.everyone.FIRST_RATE ** np.arange(1.0, self._rules.first_drafts + 1)
-        everyone = np.tile(hopes, (len(offer.keys), 1))
+    def _would_pay(self, offer: StepOffer, costs: StepCosts, rate: float) -> bool:
+        """Whether drafts would pay if each row had some, and accepted each at this rate."""
+        survivals = rate ** np.arange(1.0, self._rules.first_drafts + 1)
+        everyone = np.tile(survivals, (len(offer.keys), 1))
         surcharge = self._purse.surcharge
         return choose_drafts(everyone, offer, costs, self._rules, surcharge).has_drafts
 

@@ -4,7 +4,7 @@ Columns over slots, one slot a request, so that a step of hundreds of rows takes
 operations. The rules are told in `engine.speculation.controller`. Knows no step and no cost.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -103,11 +103,13 @@ class RequestGates:
             self._clear(np.array([slot]))
             self._free.append(slot)
 
-    def max_drafts(self, slots: Integers, step: int) -> Integers:
+    def max_drafts(self, slots: Integers, step: int, pays: Callable[[], bool]) -> Integers:
         """[N]  the gate: how many drafts at most in `step`.
 
         Of requests that nothing is known of, a few are tried; while nothing is known of any other
-        either, the rest must wait for these. One for which no draft was found leaves its place.
+        either, the rest must wait for these. One for which no draft was found leaves its place. The
+        rest are only asked where drafts pay, accepted as those of all others: whoever is asked may
+        be held for it.
         """
         self._end_trials(step)
         is_open = step >= self._retry_step[slots]
@@ -119,6 +121,9 @@ class RequestGates:
             self._wait_for_next_trial(len(begun), step)
             is_new &= ~self._is_tried[slots]
         if not self.everyone.is_known:
+            is_open &= ~is_new
+        elif not self.do_differ and (is_open & is_new).any() and not pays():
+            self._rest(slots[is_open & is_new], step)
             is_open &= ~is_new
         return np.where(is_open, self._depth[slots], 0)
 

@@ -28,7 +28,7 @@ from engine.request import Request, RequestKey
 from engine.runner.graph_sizes import verify_sizes
 from engine.scheduling.drafting import Drafting
 from engine.speculation.controller import SpeculationController
-from engine.speculation.drafter import HostDrafter
+from engine.speculation.drafter import HostDrafter, RequestNgrams
 from engine.speculation.rules import SpeculationRules
 from load_tests.simulation.real_worker import BLOCK_SIZE
 from load_tests.simulation.speculation import geometric, step_s
@@ -45,16 +45,31 @@ from load_tests.tables import render_rows
 
 NUM_NEW = 128  # tokens of a row after its first
 _PROMPT_TOKENS = 128
-_MAX_GRAPH_TOKENS = 1024
+MAX_GRAPH_TOKENS = 512  # of steps with drafts, as an H200 has by default
 # What a step with drafts that the device looked up took beyond a plain one of as many tokens, by
 # its tokens, on an H200: 4.58 ms (1 row, 5 tokens), 4.89 (16, 64), 9.25 (64, 320), 20.5 (256, 768),
 # 26.97 (256, 1,024), 36.48 (256, 1,280, which no graph holds).
 _VERIFIED_TOKENS = (5, 64, 320, 768, 1024, 1280)
 _VERIFIED_S = (0.27e-3, 0.1e-3, 0.1e-3, 1.4e-3, 2.6e-3, 6.9e-3)
-# Of the host, beyond a plain step: its turn took 1.88 ms at 1 row, 2.16 at 16, 3.08 at 64, and 7.81
-# at 256, each with three drafts. A step in flight hides it; a row's first drafts wait for it.
-_DRAFTS_HOST_S, _ROW_HOST_S = 1.25e-3, 0.023e-3
 _NO_GRAPH_HOST_S = 37e-3  # besides: 48 ms at 256 rows with four drafts, where others used the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of the host beyond a plain step. A step in flight hides them, if there is one."""
+
+    step_s: float  # of a step with drafts
+    row_s: float  # of each row that has some in it
+    asked_s: float = 0.0  # of each row whose drafts the host looks up, as it does the first ones
+    told_s: float = 0.0  # of each row whose text the device is told, for those that follow
+
+
+# Turns of 1.88 ms at 1 row, 2.16 at 16, 3.08 at 64, and 7.81 at 256, each with three drafts.
+HOST = HostCosts(step_s=1.25e-3, row_s=0.023e-3)
+# Turns of 3.2 to 4.4 ms at 1 and at 16 rows, 5.5 at 64 and 9.4 to 11.2 at 256. 256 rows that were
+# asked every 33 steps, and got none, lost 27 ms in 128 steps, and 64 rows 11. A row whose text of
+# 130 tokens is told takes about what it takes in any step with drafts: twice, on a CPU.
+SLOW_HOST = HostCosts(step_s=2.7e-3, row_s=0.03e-3, asked_s=0.022e-3, told_s=0.035e-3)
 
 
 def verified_s(num_tokens: int) -> float:
@@ -67,24 +82,34 @@ class LookedUp(HostDrafter):
 
     pass_s = spent_s = 0.0
 
+    def __init__(self, clock: ManualClock, host: HostCosts) -> None:
+        self._clock = clock
+        self._host = host
+        self._texts = RequestNgrams()
+
     @property
     def can_propose_ahead(self) -> bool:
         return True
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        self._clock.advance(self._host.asked_s * len(asked))
         return [[RIGHT] * num for _, num in asked]
 
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        self._clock.advance(self._host.asked_s * sum(num == 0 for _, _, num in asked))
         return [
             [given(place) for place in range(num)] if num_in_flight else [RIGHT] * num
             for _, num, num_in_flight in asked
         ]
 
+    def tell(self, request: Request) -> list[tuple[int, list[int]]]:
+        return self._texts.tell(request)
+
     def add_finished(self, request: Request) -> None:
         """Does nothing: answers mean nothing."""
 
     def forget(self, request: Request) -> None:
-        """Does nothing: nothing is kept."""
+        self._texts.forget(request)
 
 
 def padded(num_tokens: int, sizes: Sequence[int]) -> int:
@@ -98,19 +123,23 @@ class VirtualDevice:
 
     noise = 0.005  # of a step's duration, relative
 
-    def __init__(self, clock: ManualClock, sizes: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, clock: ManualClock, sizes: Sequence[int], seed: int, host: HostCosts = HOST
+    ) -> None:
         """sizes: tokens of the graphs of steps with drafts, ascending."""
         self.acceptance = 0.0
         self.num_drafted_rows: list[int] = []  # of each step with drafts
         self._clock = clock
         self._sizes = sizes
+        self._host = host
         self._free_s = 0.0
         self._rng = np.random.default_rng(seed)
 
     def launch(self, plan: StepPlan) -> VirtualStep:
         start_s = max(self._clock.now_s(), self._free_s)
         drafts = {i: sum(token_id != NEWEST for token_id in ids) for i, ids in plan.drafts}
-        self._clock.advance(self._host_s(drafts))
+        num_told = sum(start == 0 for _, start, _ in plan.texts)
+        self._clock.advance(self._host_s(drafts) + num_told * self._host.told_s)
         if any(drafts.values()):
             self.num_drafted_rows.append(sum(num > 0 for num in drafts.values()))
         took_s = self._seconds(plan, drafts) * float(self._rng.normal(1.0, self.noise))
@@ -128,7 +157,7 @@ class VirtualDevice:
         if num_rows == 0:
             return LAUNCH_S
         has_graph = len(drafts) + num_drafts <= self._sizes[-1]
-        host_s = _DRAFTS_HOST_S + num_rows * _ROW_HOST_S + LAUNCH_S
+        host_s = self._host.step_s + num_rows * self._host.row_s + LAUNCH_S
         return host_s if has_graph else host_s + _NO_GRAPH_HOST_S
 
     def _seconds(self, plan: StepPlan, drafts: dict[int, int]) -> float:
@@ -154,16 +183,23 @@ class Batches:
     """One engine, given one batch after the other."""
 
     def __init__(
-        self, num_rows: int, *, drafts: bool, rules: SpeculationRules | None = None, seed: int = 0
+        self,
+        num_rows: int,
+        *,
+        drafts: bool,
+        rules: SpeculationRules | None = None,
+        seed: int = 0,
+        host: HostCosts = HOST,
+        graph_tokens: int = MAX_GRAPH_TOKENS,
     ) -> None:
         rules = rules or SpeculationRules()
         self.clock = ManualClock()
         num_blocks = 2 * num_rows * -(-(_PROMPT_TOKENS + NUM_NEW + 16) // BLOCK_SIZE) + 64
-        most = min(num_rows * (1 + rules.max_drafts), _MAX_GRAPH_TOKENS)
+        most = min(num_rows * (1 + rules.max_drafts), graph_tokens)
         sizes = tuple(sorted({size.num_tokens for size in verify_sizes(num_rows, most)}))
         self.controller = SpeculationController(rules)
-        self.device = VirtualDevice(self.clock, sizes, seed)
-        drafter, policy = (LookedUp(), self.controller) if drafts else (None, None)
+        self.device = VirtualDevice(self.clock, sizes, seed, host)
+        drafter, policy = (LookedUp(self.clock, host), self.controller) if drafts else (None, None)
         drafting = Drafting(drafter, policy, graph_tokens=sizes)
         self.scheduler = virtual_scheduler(num_rows, 16384, num_blocks, drafting)
         self._core = EngineCore(self.scheduler, self.device, self.clock, overlap=True)
@@ -215,14 +251,22 @@ def gains(
     carried: bool = False,
     rules: SpeculationRules | None = None,
     seed: int = 0,
+    host: HostCosts = HOST,
+    graph_tokens: int = MAX_GRAPH_TOKENS,
 ) -> list[Gain]:
     """Of a batch of each number of rows."""
+
+    def begin(most_rows: int) -> Batches:
+        return Batches(
+            most_rows, drafts=True, rules=rules, seed=seed, host=host, graph_tokens=graph_tokens
+        )
+
     found: list[Gain] = []
-    drafted = Batches(max(num_rows), drafts=True, rules=rules, seed=seed)
+    drafted = begin(max(num_rows))
     for rows in num_rows:
         plain = Batches(rows, drafts=False, seed=seed).run(rows)
         if not carried:
-            drafted = Batches(rows, drafts=True, rules=rules, seed=seed)
+            drafted = begin(rows)
         drafted.device.acceptance = acceptance
         if carried:
             drafted.run(rows, NUM_NEW // 4)
@@ -246,13 +290,16 @@ def main() -> None:
     parser.add_argument("--carried", action="store_true", help="one controller for all rows")
     parser.add_argument("--max-drafts", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--graph-tokens", type=int, default=MAX_GRAPH_TOKENS)
+    parser.add_argument("--slow-host", action="store_true", help="twice as slow as at its best")
     args = parser.parse_args()
     print("gain until all rows end (while all run, rows with drafts a step); least of the seeds\n")
     rules = SpeculationRules(max_drafts=args.max_drafts)
+    host = SLOW_HOST if args.slow_host else HOST
     columns = []
     for acceptance in args.acceptances:
         runs = [
-            gains(args.rows, acceptance, carried=args.carried, rules=rules, seed=seed)
+            gains(args.rows, acceptance, carried=args.carried, rules=rules, seed=seed, host=host)
             for seed in range(args.seeds)
         ]
         cells = zip(*runs, strict=True)

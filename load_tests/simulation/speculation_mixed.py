@@ -29,7 +29,16 @@ from engine.speculation.rules import SpeculationRules
 from load_tests.mixed_load import WARM_UP_SEED, Arrival, MixedLoad, Served, Stamps
 from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.speculation import step_s
-from load_tests.simulation.speculation_batch import LookedUp, VirtualDevice, padded, verified_s
+from load_tests.simulation.speculation_batch import (
+    HOST,
+    MAX_GRAPH_TOKENS,
+    SLOW_HOST,
+    HostCosts,
+    LookedUp,
+    VirtualDevice,
+    padded,
+    verified_s,
+)
 from load_tests.simulation.speculation_engine import (
     TURN_S,
     virtual_request,
@@ -38,7 +47,6 @@ from load_tests.simulation.speculation_engine import (
 from load_tests.tables import render_rows
 
 MAX_ROWS, MAX_TOKENS, NUM_BLOCKS = 256, 8192, 18_000
-_MAX_GRAPH_TOKENS = 1024
 _WARM_UP_S = 5.0
 
 
@@ -47,9 +55,11 @@ class MixedDevice(VirtualDevice):
 
     noise = 0.01
 
-    def __init__(self, clock: ManualClock, acceptance: float, seed: int) -> None:
-        verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS)]
-        super().__init__(clock, verifies, seed)
+    def __init__(
+        self, clock: ManualClock, acceptance: float, seed: int, host: HostCosts = HOST
+    ) -> None:
+        verifies = [size.num_tokens for size in verify_sizes(MAX_ROWS, MAX_GRAPH_TOKENS)]
+        super().__init__(clock, verifies, seed, host)
         self.acceptance = acceptance
         self._decodes = [size.num_tokens for size in decode_sizes(MAX_ROWS)]
         self.prompts = ragged_sizes(MAX_ROWS, MAX_TOKENS)
@@ -79,12 +89,19 @@ class MixedEngine:
     """One engine under one load after the other; `policy` None: without drafts."""
 
     def __init__(
-        self, policy: DraftPolicy | None, acceptance: float, *, laps: ResolvedLaps, seed: int
+        self,
+        policy: DraftPolicy | None,
+        acceptance: float,
+        *,
+        laps: ResolvedLaps,
+        seed: int,
+        host: HostCosts = HOST,
     ) -> None:
         self._clock = ManualClock()
-        self.device = MixedDevice(self._clock, acceptance, seed)
-        verifies = tuple(size.num_tokens for size in verify_sizes(MAX_ROWS, _MAX_GRAPH_TOKENS))
-        drafting = Drafting(None if policy is None else LookedUp(), policy, graph_tokens=verifies)
+        self.device = MixedDevice(self._clock, acceptance, seed, host)
+        verifies = tuple(size.num_tokens for size in verify_sizes(MAX_ROWS, MAX_GRAPH_TOKENS))
+        drafter = None if policy is None else LookedUp(self._clock, host)
+        drafting = Drafting(drafter, policy, graph_tokens=verifies)
         self.scheduler = virtual_scheduler(
             MAX_ROWS,
             MAX_TOKENS,
@@ -133,13 +150,14 @@ def figures(
     seeds: Sequence[int],
     rules: SpeculationRules | None = None,
     laps: ResolvedLaps | None = None,
+    host: HostCosts = HOST,
 ) -> dict[str, float]:
     """Of all seeds' requests together, by the names of `COLUMNS`; acceptance None = no drafts."""
     served: list[Served] = []
     for seed in seeds:
         policy = None if acceptance is None else SpeculationController(rules or SpeculationRules())
         given = laps or ResolvedLaps(queue="laps")
-        engine = MixedEngine(policy, acceptance or 0.0, laps=given, seed=seed)
+        engine = MixedEngine(policy, acceptance or 0.0, laps=given, seed=seed, host=host)
         engine.serve(replace(load, seed=WARM_UP_SEED, duration_s=_WARM_UP_S))
         served += engine.serve(replace(load, seed=seed))
     return dict(quantiles_ms(served))
@@ -152,13 +170,15 @@ def main() -> None:
     parser.add_argument("--max-drafts", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--slow-host", action="store_true", help="twice as slow as at its best")
     args = parser.parse_args()
     rules = SpeculationRules(max_drafts=args.max_drafts, first_drafts=min(4, args.max_drafts))
     table = [["rate /s", "accepted", *COLUMNS.values()]]
     for rate in args.rates:
         load = MixedLoad(rate=rate, duration_s=args.duration_s, seed=0)
         for acceptance in (None, *args.acceptances):
-            found = figures(load, acceptance, args.seeds, rules)
+            host = SLOW_HOST if args.slow_host else HOST
+            found = figures(load, acceptance, args.seeds, rules, host=host)
             shown = "no drafts" if acceptance is None else f"{acceptance:g}"
             numbers = [f"{found[name]:,.1f}" for name in COLUMNS]
             table.append([f"{rate:g}", shown, *numbers])

@@ -252,19 +252,23 @@ def test_trials_that_show_nothing_good_are_ever_rarer() -> None:
     assert all(later > 3 * earlier for earlier, later in pairwise(waits))
 
 
+def _always() -> bool:
+    return True
+
+
 def test_after_the_trial_of_very_many_the_next_one_comes_as_soon_as_after_any() -> None:
     """All are tried while they differ; of others that are alike later, some must be."""
     gates = RequestGates(RULES)
     gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
     gates.do_differ = True
     for step in range(2):
-        gates.max_drafts(gates.slots_of([(step, number) for number in range(256)]), step)
+        gates.max_drafts(gates.slots_of([(step, number) for number in range(256)]), step, _always)
     gates.do_differ = False
     for step in range(2):
         for number in range(256):
             gates.forget((step, number))
     newcomers = gates.slots_of(range(4))
-    gates.max_drafts(newcomers, 1 + RULES.max_retry_steps)
+    gates.max_drafts(newcomers, 1 + RULES.max_retry_steps, _always)
     assert gates.is_tried(newcomers).all()
 
 
@@ -272,9 +276,27 @@ def test_the_trial_of_one_newcomer_hardly_delays_that_of_others() -> None:
     gates = RequestGates(RULES)
     slots = gates.slots_of(range(RULES.trial_rows))
     gates.everyone.observe(np.full(16, 1), np.zeros(16, np.int64))  # so something is known
-    gates.max_drafts(slots[:1], 0)
-    gates.max_drafts(slots[1:], RULES.retry_steps // RULES.trial_rows)
+    gates.max_drafts(slots[:1], 0, _always)
+    gates.max_drafts(slots[1:], RULES.retry_steps // RULES.trial_rows, _always)
     assert gates.is_tried(slots).all()
+
+
+@pytest.mark.parametrize(("num_rows", "is_asked"), [(1, True), (256, False)])
+def test_unknown_requests_are_asked_where_drafts_pay_by_what_others_accept(
+    num_rows: int, is_asked: bool
+) -> None:
+    """Whoever is asked is held for it, where steps overlap."""
+    controller = SpeculationController()
+    for key in range(10):
+        controller.max_drafts([key])
+        controller.observe([key], [1], [int(key < 4)])
+        controller.forget(key)
+    newcomers = [("new", number) for number in range(num_rows)]
+    controller.plan(offer([0] * num_rows, keys=newcomers), FITTED)
+    assert controller.max_drafts(newcomers) == [RULES.first_drafts * is_asked] * num_rows
+    controller.plan(offer([0], keys=newcomers[:1]), FITTED)  # all others have ended
+    idle_steps(controller, RULES.retry_steps + 1)
+    assert controller.max_drafts(newcomers[:1]) == [RULES.first_drafts]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -521,6 +543,26 @@ def test_what_the_device_waits_before_plain_steps_too_is_no_loss_of_drafts() -> 
     assert slow_host.surcharge.wait_s == 0.0
     assert slow_drafts.num_stops == 1
     assert slow_drafts.surcharge.wait_s == pytest.approx(4e-3)
+
+
+def test_plain_steps_that_waited_for_refused_drafts_hide_no_wait_of_drafts() -> None:
+    purse = Purse(RULES)
+    for _ in range(9):
+        purse.observe(PLAIN, 4, 5e-3)
+        purse.observe(replace(PLAIN, was_asked=True), 4, 5e-3, 4e-3)
+    for _ in range(9):
+        purse.observe(speculating(), 5, 5.5e-3, 4e-3)
+    assert purse.num_stops == 1
+
+
+def test_steps_in_which_very_many_rows_begin_to_have_drafts_are_no_price_but_a_loss() -> None:
+    purse, begins = Purse(RULES), replace(speculating(), num_beginning=Purse.MOST_BEGINNING + 1)
+    for _ in range(4):
+        purse.observe(begins, 4, 9e-3, 4e-3)
+    assert (price_s(purse), purse.surcharge.wait_s, purse.num_stops) == (0.0, 0.0, 1)
+    for _ in range(4):
+        purse.observe(replace(begins, num_beginning=Purse.MOST_BEGINNING), 4, 9e-3, 4e-3)
+    assert price_s(purse) > 1e-3
 
 
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.clock import ManualClock
 from engine.request import Request
 from engine.speculation.rules import SpeculationRules
-from load_tests.simulation.speculation_batch import Batches, LookedUp, gains
+from load_tests.simulation.speculation_batch import HOST, SLOW_HOST, Batches, LookedUp, gains
 
 
 @pytest.mark.parametrize(
@@ -33,15 +32,13 @@ def test_an_unlucky_start_leaves_no_row_behind() -> None:
 
 
 def test_a_batch_that_fits_no_graph_does_not_make_drafts_dear_for_others() -> None:
-    *_, found = gains([256], 1.0, rules=SpeculationRules(max_drafts=4), seed=3)
+    rules = SpeculationRules(max_drafts=4)
+    *_, found = gains([256], 1.0, rules=rules, seed=3, graph_tokens=1024)
     assert found.all_rows_end > 1.3
 
 
 class SlowToPropose(LookedUp):
     """Drafts that take the host longer than a step takes the device."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        self._clock = clock
 
     def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
         self._clock.advance(9e-3)
@@ -52,7 +49,7 @@ def test_drafts_that_cost_the_host_more_than_the_device_are_given_up() -> None:
     """Steps overlap, so the device's own time does not show it: it waits in between."""
     plain, drafted = Batches(1, drafts=False), Batches(1, drafts=True)
     drafted.device.acceptance = 0.5
-    drafted.scheduler.drafting.drafter = SlowToPropose(drafted.clock)
+    drafted.scheduler.drafting.drafter = SlowToPropose(drafted.clock, HOST)
     assert plain.run(1, 1000).all_s / drafted.run(1, 1000).all_s > 0.96
 
 
@@ -63,6 +60,19 @@ def test_a_sweep_as_it_is_measured_is_nowhere_below_plain_steps(acceptance: floa
     found = gains([1, 16, 64, 256], acceptance, carried=True, rules=rules, seed=4)
     least = [0.98, 1.0, 0.98, 0.98] if acceptance == 0.25 else [2.0, 2.0, 1.3, 1.05]
     assert all(gain.all_rows_end >= bound for gain, bound in zip(found, least, strict=True))
+
+
+def test_rows_are_not_held_for_drafts_that_would_be_refused() -> None:
+    """Whoever is asked is held, so that the device waits for the host: only for a trial."""
+    rules = SpeculationRules(max_drafts=4)
+    *_, found = gains([16, 256], 0.5, carried=True, rules=rules, seed=2, host=SLOW_HOST)
+    assert found.while_all_run > 0.985
+
+
+def test_late_first_launches_are_no_price_of_later_steps() -> None:
+    rules = SpeculationRules(max_drafts=4)
+    *_, found = gains([16, 256], 0.75, carried=True, rules=rules, seed=2, host=SLOW_HOST)
+    assert found.all_rows_end > 1.05
 
 
 @pytest.mark.nightly
