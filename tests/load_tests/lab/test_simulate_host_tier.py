@@ -58,5 +58,5 @@ def test_loads_get_on_sooner_where_threads_switch_sooner() -> None:
         for switch_ms in ("5", "0.1")
     )
     name = "conversations, 4 GiB"
-    assert soon[name]["found %"] > late[name]["found %"]
-    assert soon[name]["first token ms: mean"] < 0.9 * late[name]["first token ms: mean"]
+    assert soon[name]["found %"] > late[name]["found %"] + 5
+    assert soon[name]["first token ms: mean"] < 0.95 * late[name]["first token ms: mean"]
