@@ -32,8 +32,8 @@ class LapsAllocator:
 
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
         """Must be created on the actor's event loop."""
-        set_up_logging()
         config = spec.config
+        set_up_logging(config.log_level)
         clock = MonotonicClock()
         self._name = name
         self._board = ReplicaBoard(config.api.limits, clock)

@@ -42,7 +42,7 @@ from actors.lifecycle.placement_groups import (
     unused_groups,
     worker_groups,
 )
-from actors.observability.logs import set_up_logging
+from actors.observability.logs import leave_out, set_up_logging
 from actors.rpc.handles import (
     AllocatorHandle,
     WorkerHandle,
@@ -63,6 +63,9 @@ STARTING_PERIOD_S = 0.2  # while workers load, so that readiness is noticed soon
 # Of all ingresses, which ask twice a second. Serve replaces one within a minute; a machine on which
 # everything starts at once may take longer until the first one asks.
 INGRESS_SILENCE_S = 300.0
+# What Ray says of each worker: where its group is removed, it waits for ever. `remove_groups` and
+# `end_lost` see to that (actors/lifecycle/placement_groups.py); whoever reads the log need not.
+WARNED_OF = "Scheduling a restartable detached actor with a placement group is not recommended"
 EXIT_FAILED = 70  # EX_SOFTWARE
 WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
 
@@ -82,8 +85,9 @@ class Supervisor:
 
         spec_text: a DeploymentSpec's.
         """
-        set_up_logging()
         spec = DeploymentSpec.from_text(spec_text)
+        set_up_logging(spec.config.log_level)
+        leave_out("ray.actor", WARNED_OF)
         app_name = serve.get_deployment_actor_context().app_name
         own_name = ray.get_runtime_context().get_actor_name()
         self._spec = spec.in_application(app_name, supervisor=own_name or "")
@@ -226,7 +230,8 @@ class Supervisor:
             self._liveness.forget(name)  # a process that loads a model may be too busy to answer
         if status.state != self._statuses[name].state:
             pid = f" (pid {status.identity.pid})" if status.identity else ""
-            logger.info("%s is %s%s %s", name, status.state, pid, status.detail)
+            why = f": {status.detail}" if status.detail else ""
+            logger.info("%s is %s%s%s", name, status.state, pid, why)
         self._statuses[name] = status
 
     async def _ping(self, name: str) -> None:

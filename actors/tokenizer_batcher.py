@@ -97,7 +97,7 @@ class TokenizerBatcher:
     """The actor around a `PromptTokenizer`."""
 
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
-        set_up_logging()
+        set_up_logging(spec.config.log_level)
         self._name = name
         self._model_path = spec.config.model.path
         num_embeddings = load_spec(Path(self._model_path)).vocab_size

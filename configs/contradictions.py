@@ -90,7 +90,10 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             " draft_model needs the folder of the smaller model, eagle3 that of the head, and"
             " nothing else reads it"
         )
-    verifies_otherwise = asked.attention_backend != "prefill" or asked.max_graph_tokens > 0
+    verifies_otherwise = asked.attention_backend != "prefill" or asked.max_graph_tokens not in (
+        "auto",
+        0,
+    )
     if asked.drafter == "none" and verifies_otherwise:
         return (
             "speculation: attention_backend and max_graph_tokens are about steps with drafts, and"

@@ -78,6 +78,10 @@ def asked_ha_proxy() -> bool | None:
     return None if value is None else value == "1"
 
 
-def ray_address() -> str:
-    """Returns the address of the Ray cluster to join; "" = the operator names none."""
-    return os.environ.get("RAY_ADDRESS", "")
+def ray_address() -> str | None:
+    """Returns the address of the Ray cluster to join; "" = none, by the operator's word.
+
+    None = the operator says nothing: Ray joins the cluster of this machine, if there is one.
+    """
+    address = os.environ.get("RAY_ADDRESS") or None
+    return "" if address == "local" else address

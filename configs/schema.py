@@ -231,11 +231,13 @@ class SpeculationConfig(_Section, frozen=True):
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"
     # Steps with drafts of up to so many tokens replay CUDA graphs of their own, and drafts are cut
-    # to what fits, if that is one of each row; 0 = none do. Set it where steps have more tokens
-    # than laps.batch_prefill_max_rows: smaller ones replay graphs of prompts, larger ones would be
-    # launched kernel by kernel. Graphs keep logits: with 150,000 words 0.7 GiB up to 256 tokens,
-    # 1.6 up to 512, 5.1 up to 1,024.
-    max_graph_tokens: Annotated[int, Meta(ge=0)] = 0
+    # to what fits, if that is one of each row; 0 = none do. Of the others, those of up to
+    # laps.batch_prefill_max_rows tokens replay graphs of prompts, and larger ones are launched
+    # kernel by kernel: 64 rows of three drafts then took an H200 20 ms instead of 7. Graphs keep
+    # logits: with 150,000 words 0.7 GiB up to 256 tokens, 1.6 up to 512, 5.1 up to 1,024.
+    # auto = all that rows with drafts may have, at most 512, halved until the graphs' logits take a
+    # twentieth of the memory at most; none where the backend that verifies cannot be captured.
+    max_graph_tokens: Annotated[int, Meta(ge=0)] | Auto = "auto"
 
 
 class FloorsConfig(_Section, frozen=True):
@@ -464,6 +466,8 @@ class AppConfig(_Section, frozen=True):
 
     name: str | None = None  # Ray namespace of the actors; None = the Serve application's name
     debug: bool = False  # allows what must never be on in production: `faults`
+    # Of every process. debug = also each step that may be computed as two batches, and connections.
+    log_level: Literal["debug", "info"] = "info"
     faults: str = ""  # what goes wrong on demand, for tests; see configs/faults.py
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -160,7 +160,7 @@ def _build_measured_executor(
 ) -> MeasuredExecutor:
     """Build for the sizes chosen for the device; measure steps if the configuration needs it."""
     device = device_properties(torch.device(config.model.device))
-    sizes = _choose_sizes(config, folder, device, comm)
+    sizes = _choose_sizes(config, folder, device, comm, role)
     gpu_bytes = device.memory_bytes if device.is_gpu else 0
     num_staged = staged_blocks(config, role, folder.layout, gpu_bytes)
     builder = ExecutorBuilder(
@@ -175,6 +175,12 @@ def _build_measured_executor(
         comm=comm,
         kv_scales=folder.kv_scales,
     )
+    if config.speculation.max_graph_tokens == "auto" and not builder.verify_token_sizes:
+        logger.info(
+            "steps with drafts replay no graphs of their own: execution.cuda_graphs is off, or what"
+            " verifies cannot be captured (speculation.attention_backend, model.attention)"
+        )
+        sizes = sizes.without_verification()
     head = build_head(config, folder.spec, builder, comm)
     executor = builder.build_executor()
     calibration = None
@@ -203,7 +209,7 @@ def _build_measured_executor(
 
 
 def _choose_sizes(
-    config: AppConfig, folder: ModelFolder, device: DeviceProperties, comm: Comm
+    config: AppConfig, folder: ModelFolder, device: DeviceProperties, comm: Comm, role: Role
 ) -> StepSizes:
     """The sizes of the largest steps, equal on all ranks."""
     spec, rank = folder.spec, comm.rank
@@ -212,7 +218,8 @@ def _choose_sizes(
         spec, element_bytes=element_bytes, keeps_quantised=device.is_gpu, rank=rank
     )
     footprint = Footprint.of(spec.of_rank(rank), folder.layout, held_bytes, element_bytes)
-    return value_of_first(comm, choose_sizes(config, device, footprint))
+    found = choose_sizes(config, device, footprint, decodes=role != "prefill")
+    return value_of_first(comm, found)
 
 
 def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None:

@@ -120,15 +120,15 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def max_chunk_tokens(
-        self, *, num_cached: int, beside: StepWork, max_step_s: float, max_tokens: int
+        self, *, num_cached: int, other_work: StepWork, max_step_s: float, max_tokens: int
     ) -> int:
         """Length of the longest chunk after `num_cached` tokens that keeps a step in `max_step_s`.
 
-        `beside` is the other work of the step. At most `max_tokens`; 0 if no token fits.
+        `other_work` is that of the step. At most `max_tokens`; 0 if no token fits.
         """
 
         def step_seconds(num_new: int) -> float:
-            return self.step_seconds(beside.with_prompt(num_new, num_cached))
+            return self.step_seconds(other_work.with_prompt(num_new, num_cached))
 
         if max_tokens > 0 and step_seconds(max_tokens) <= max_step_s:
             return max_tokens

@@ -68,19 +68,21 @@ def device_properties(device: torch.device) -> DeviceProperties:
     )
 
 
-def stages_for(num_beside: int, *, least: int, stage_bytes: int, shared_memory_bytes: int) -> int:
+def stages_for(
+    programs_per_sm: int, *, least: int, stage_bytes: int, shared_memory_bytes: int
+) -> int:
     """`least` pipeline stages, or as many more as leave a multiprocessor no room for more programs.
 
-    num_beside: programs of a kernel that a multiprocessor has when they are spread evenly; 0 = any
-    number. With room for more, those that start while another kernel still runs crowd where that
-    ends first. Otherwise as `stages_that_fit`.
+    programs_per_sm: of a kernel whose programs are spread evenly; 0 = any number. With room for
+    more, those that start while another kernel still runs crowd where that ends first. Otherwise as
+    `stages_that_fit`.
     """
     given = shared_memory_bytes + _RESERVED_BYTES  # of a multiprocessor
     wanted = least
-    if num_beside > 0:
-        crowded = given // (num_beside + 1) - _RESERVED_BYTES
+    if programs_per_sm > 0:
+        crowded = given // (programs_per_sm + 1) - _RESERVED_BYTES
         enough = max(least, crowded // stage_bytes + 1)
-        if num_beside * (enough * stage_bytes + _RESERVED_BYTES) <= given:
+        if programs_per_sm * (enough * stage_bytes + _RESERVED_BYTES) <= given:
             wanted = enough
     return stages_that_fit(wanted, stage_bytes=stage_bytes, shared_memory_bytes=shared_memory_bytes)
 

@@ -12,11 +12,10 @@ waits for the device; on a GPU each is one kernel, as the device waits for them 
 All tensors are int32 unless stated.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
 from kernels.input_ids import resolve_input_ids
 
 
@@ -33,25 +32,6 @@ def following(input_ids: Tensor, lines: Tensor | None, num_lines: int, table: Te
     places = torch.arange(num_lines) if lines is None else lines[:num_lines].long()
     last = len(input_ids) - 1
     return resolve_input_ids(input_ids[(places + 1).clamp(max=last)], table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuessedLines:
-    """The lines of a step's rows with drafts, G of them with at most E lines each."""
-
-    rows: Tensor  # int64 [G]  device rows, distinct
-    lines: Tensor  # int64 [G, E]  a row's lines in order, then its last one again
-    counts: Tensor  # int64 [G]  lines of each: one more than it has drafts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowStates:
-    """What the device knows of its rows; the last entry of each is for no row."""
-
-    # [max_rows + 1]  tokens that the newest step with drafts did not give; of no row 0
-    shortfalls: Tensor
-    samples: Tensor  # [E, max_rows + 1]  what that step drew in each place, right or not
-    newest: Tensor  # [max_rows + 1]
 
 
 def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowStates) -> None:
@@ -78,29 +58,6 @@ def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowS
     states.shortfalls[guessed.rows] = (guessed.counts - given).int()
     states.newest[guessed.rows] = newest[:, 0]
     states.samples[:, guessed.rows] = samples.clamp(min=0).T
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
-    """T tokens of R rows with S lines, as planned; `move` changes all but the blocks in place."""
-
-    num_keys: Tensor  # [R or more]
-    positions: Tensor  # [T or more, with padding between]
-    slots: Tensor  # likewise
-    lines: Tensor | None  # [S or more]; None = they stay
-    cu_blocks: Tensor  # [R + 1 or more]
-    block_ids: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowMoves:
-    """Whose shortfall what is moved back by: device rows, that of no row where nothing is. int64"""
-
-    rows: Tensor  # [R]
-    lines: Tensor  # [S]  rows whose tokens moved, or that end earlier
-    ends: Tensor  # [S]  only the latter
-    places: Tensor  # [T]  where each token lies in `PlannedStep.positions`
-    token_rows: Tensor  # [T]  its row in the step
 
 
 def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: int) -> Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.guesses import GuessedLines, PlannedStep, RowMoves, RowStates
+from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
 
 _BLOCK = 128
 

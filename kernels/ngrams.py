@@ -10,19 +10,10 @@ is known on the device alone: its planned length less its row's shortfall (`kern
 Nothing waits for the device. Tensors are int32 unless stated.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEnds:
-    """The texts to look up, G of them."""
-
-    rows: Tensor  # int64 [G]  device rows, distinct
-    lengths: Tensor  # int64 [G]  tokens if nothing falls short; above every shortfall
-    shortfalls: Tensor  # [max_rows + 1]
+from kernels.guessed_steps import RowEnds
 
 
 def look_up(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ngrams import RowEnds
+from kernels.guessed_steps import RowEnds
 
 # Places that a program looks at together: each time it waits for memory at least twice.
 _BLOCK, _NUM_WARPS = 4096, 8

@@ -32,6 +32,10 @@ WARM_UP_SEED = 1_000_003
 SHORT_FIRST_PRIORITIES: dict[LengthClass, int] = {"short": 0, "long": 1}
 
 
+class OverloadError(ConnectionError):
+    """A server refused requests of a load for want of capacity: more arrive than it takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """One request of a load; `at_s` counts from the load's start."""

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,23 @@ def _end_on_signals() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Print where the test stood: it may have waited for a compiler, or for another process."""
+    frames = traceback.extract_tb(excinfo.tb)
+    of_pytest = [i for i, frame in enumerate(frames) if "_pytest" in Path(frame.filename).parts]
+    for line in traceback.format_list(frames[of_pytest[-1] + 1 if of_pytest else 0 :]):
+        print(line, end="")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files whose tests `make test` and `make test-lab` would all deselect.
+    """Leave out files whose tests `make test`, `make test-lab` and `-m gpu` would all deselect.
 
     Their imports take longer than many a test. A marker's name stands in the file of its tests.
     """
     asked_for = str(config.option.markexpr)
-    if asked_for.startswith("ray and ") and collection_path.suffix == ".py":
-        return "mark.ray" not in collection_path.read_text() or None
+    first = asked_for.partition(" and ")[0]
+    if first in ("ray", "gpu", "multi_gpu") and collection_path.suffix == ".py":
+        return f"mark.{first}" not in collection_path.read_text() or None
     if collection_path == LAB:
         return "not lab" in asked_for or None
     return None
@@ -130,6 +140,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     time limit end the whole run where a test may wait for a GPU that never ends.
 
     NCCL ends no operation whose peer is gone, and a process that waits for one takes no signal.
+    FlashInfer's GPU tests come last: it compiles kernels for minutes where its cache has none.
     """
     for item in items:
         if item.path.is_relative_to(LAB):
@@ -138,3 +149,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             limit = item.get_closest_marker("timeout")
             args = () if limit is None else limit.args
             item.add_marker(pytest.mark.timeout(*args, method="thread"), append=False)
+    items.sort(key=_compiles_for_minutes)
+
+
+def _compiles_for_minutes(item: pytest.Item) -> bool:
+    return "flashinfer" in item.name and item.get_closest_marker("gpu") is not None

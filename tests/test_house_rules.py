@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -342,6 +342,25 @@ def test_rooms_import_in_no_circle() -> None:
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+def _order_of_files(modules: list[Module]) -> tuple[str, ...]:
+    """Files after those that they import, anywhere in them; raises CycleError for a circle."""
+    names = {module.name.removesuffix(".__init__") for module in modules}
+    graph = {
+        module.name.removesuffix(".__init__"): {
+            name for target in _imports(module) for name in (target, target.rpartition(".")[0])
+        }
+        & names
+        for module in modules
+    }
+    for name, targets in graph.items():
+        targets.discard(name)
+    return tuple(TopologicalSorter(graph).static_order())
+
+
+def test_files_import_in_no_circle() -> None:
+    assert len(_order_of_files(CODE)) == len(CODE)
+
+
 @pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
 def test_the_tests_keep_the_rule(rule: Rule) -> None:
     assert {module.name: found for module in TESTS if (found := rule(module))} == {}
@@ -394,6 +413,13 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
 )
 def test_a_rule_notices_an_offence(rule: Rule, name: str, source: str) -> None:
     assert rule(Module(name, source))
+
+
+def test_a_circle_of_files_is_noticed_where_an_import_is_late() -> None:
+    early = Module("kernels.rope", "from kernels.rope_triton import rotate")
+    late = Module("kernels.rope_triton", "def f():\n    from kernels.rope import Angles")
+    with pytest.raises(CycleError, match="rope"):
+        _order_of_files([early, late])
 
 
 def test_what_the_rules_allow_is_no_offence() -> None:
@@ -457,6 +483,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORDS = tuple(sorted((ROOT / "load_tests" / "results").glob("*.md")))
 README_LINES = 200
 PAGE_WIDTH = 120
+MAP_ROW_WIDTH = 230  # of the page of the architecture, where rows are looked through
 _FILE = re.compile(r"(?<![\w./:-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|json|html|png)\b")
 _BARE = re.compile(r"`([\w-]+\.(?:py|yaml))`")
 _ROOM = re.compile(r"(?<![\w./:-])((?:[\w-]+/)+)")
@@ -557,6 +584,12 @@ def test_pages_keep_their_length_and_width() -> None:
         if len(line) > PAGE_WIDTH and not line.startswith(("|", "    "))
     ]
     assert too_wide == []
+
+
+def test_rows_of_the_map_are_short() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(row) > MAP_ROW_WIDTH] == []
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:

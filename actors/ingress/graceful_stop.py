@@ -115,6 +115,11 @@ def _stop_application(name: str, timeout_s: float) -> None:
         logger.exception("%s could not be stopped within %g s", name, timeout_s)
         return
     num_left = sum(number for number in found if isinstance(number, int))
-    logger.warning("%s: %d requests were left and ended with an error", name, num_left)
+    left = (
+        f"{num_left} requests were left and ended with an error"
+        if num_left
+        else "no request was left"
+    )
+    logger.warning("%s: %s", name, left)
     for error in (number for number in found if not isinstance(number, int)):
         logger.error("%s: a replica could not stop: %r", name, error)

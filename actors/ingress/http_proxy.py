@@ -61,12 +61,13 @@ class Host:
 
 def this_host() -> Host:
     program = Path(sys.executable).with_name(PROGRAM)
+    named = ray_address()
     return Host(
         platform=sys.platform,
         architecture=platform.machine(),
         has_package=importlib.util.find_spec(PACKAGE) is not None,
         program=program if os.access(program, os.X_OK) else None,
-        cluster=ray_address() or read_ray_address(),
+        cluster=(read_ray_address() or "") if named is None else named,
         max_files=_max_files(),
     )
 

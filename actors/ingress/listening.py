@@ -12,8 +12,13 @@ from ray import serve
 from ray._private import worker as ray_worker  # Ray has no public hook behind ray.init
 from ray.serve.config import HTTPOptions
 
+from actors.observability.logs import leave_out
 from configs.errors import ConfigFileError
 from configs.load import ListenAddress
+
+# What `serve run` says when it finds Serve: that options for HTTP will not be applied. It has none
+# of its own, and ours are applied.
+FOUND_SERVE = "Connecting to existing Serve app"
 
 
 def listen_on(address: ListenAddress) -> None:
@@ -40,6 +45,7 @@ def listen_on(address: ListenAddress) -> None:
                 " where it listens; leave host and port out, or stop it with `serve shutdown`"
             )
         serve.start(http_options=options)
+        leave_out("ray.serve", FOUND_SERVE)
 
     ray_worker._post_init_hooks.append(start)
 

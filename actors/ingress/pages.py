@@ -24,7 +24,7 @@ from actors.observability.recent_ttft import ClassTtft
 from actors.routing.worker_links import WorkerLink
 from configs.schema import LapsConfig
 from engine.length_class import LengthClass
-from engine.messages import LapsStatus, OverlapLoad, Role, SpeculationLoad
+from engine.messages import ExpertTotals, LapsStatus, OverlapLoad, Role, SpeculationLoad
 
 LIBRARIES = ("marked.umd.js", "purify.min.js")
 LIBRARIES_GO_HERE = b"<!-- libraries -->\n"
@@ -88,6 +88,18 @@ PAGE_HEADERS = {
 }
 
 
+class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True):
+    """How evenly a worker's tokens fall on its experts, by layer with experts; `/metrics` has each.
+
+    Imbalances are of late, as in `ExpertTotals`: 1 = all have equally many, 0 = there were none.
+    """
+
+    layers: tuple[int, ...]  # indices among all layers
+    experts: tuple[float, ...]  # tokens of the fullest expert over the mean
+    ranks: tuple[float, ...]  # likewise of the ranks; () = each has a part of every expert
+    num_idle: tuple[int, ...]  # experts that no token had since the worker started
+
+
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's last report; zeros while it is not connected."""
 
@@ -100,6 +112,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     speculation: SpeculationLoad | None = None  # None = it has no drafter
     two_batches: OverlapLoad | None = None  # None = it splits no step
+    experts: ExpertBalance | None = None  # None = it counts no tokens of experts, or has not yet
 
 
 class LapsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,4 +172,14 @@ def _report(link: WorkerLink) -> WorkerReport:
         num_blocks=load.num_blocks,
         speculation=load.speculation,
         two_batches=load.two_batches,
+        experts=None if link.experts is None else _balance(link.experts),
+    )
+
+
+def _balance(totals: ExpertTotals) -> ExpertBalance:
+    return ExpertBalance(
+        layers=totals.layers,
+        experts=totals.expert_imbalance,
+        ranks=totals.rank_imbalance,
+        num_idle=tuple(counts.count(0) for counts in totals.counts),
     )

@@ -73,7 +73,7 @@ class Ingress:
 
     async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc] # Serve awaits it
         """Returns when the system can serve. Raises ConfigError when it never will."""
-        set_up_logging()
+        set_up_logging(spec.config.log_level)
         share_interpreter()
         close_call_port()
         self._edge = await build_edge(spec.in_application(serve.get_replica_context().app_name))

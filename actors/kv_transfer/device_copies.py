@@ -33,7 +33,7 @@ def queue_copies(
             [from_address + from_block * block_bytes for _, from_block, _ in runs],
             [num_blocks * block_bytes for _, _, num_blocks in runs],
             len(runs),
-            [_BESIDE_KERNELS],
+            [_BY_COPY_ENGINES],
             [0],  # from the first copy on
             1,
             stream.cuda_stream,
@@ -42,7 +42,7 @@ def queue_copies(
         raise RuntimeError(f"copies of {len(runs)} runs of blocks: {status.name}")
 
 
-def _beside_kernels() -> runtime.cudaMemcpyAttributes:
+def _by_copy_engines() -> runtime.cudaMemcpyAttributes:
     """Attributes of a copy that the copy engines do, in the order of the stream."""
     attributes = runtime.cudaMemcpyAttributes()
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
@@ -50,4 +50,4 @@ def _beside_kernels() -> runtime.cudaMemcpyAttributes:
     return attributes
 
 
-_BESIDE_KERNELS = _beside_kernels()
+_BY_COPY_ENGINES = _by_copy_engines()

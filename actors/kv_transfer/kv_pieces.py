@@ -280,7 +280,7 @@ class KvPieces:
             for part in parts:
                 copy(part)
                 copied.append(self._copied_so_far())
-            with self._beside_copies():
+            with self._on_checking_stream():
                 index = self._store.index(ids)  # only now, so that no copy waits for it
                 # Digests in two calls, after all copies: a call costs the host as much as many
                 # copies.
@@ -300,7 +300,7 @@ class KvPieces:
         return None if self._stream is None else self._stream.record_event()
 
     @contextmanager
-    def _beside_copies(self) -> Iterator[None]:
+    def _on_checking_stream(self) -> Iterator[None]:
         """Context that queues work on the stream that checks copied blocks."""
         if self._checking is None:
             yield

@@ -87,7 +87,7 @@ class EngineHost:
 
         make_heads_work: what this worker's other ranks do with heads, if asked.
         """
-        set_up_logging()
+        set_up_logging(spec.config.log_level)
         share_interpreter()
         self.spec = spec
         self.name = name

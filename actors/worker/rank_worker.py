@@ -70,7 +70,7 @@ class RankWorker:
 
         Raises RingError when rank 0 is dead already.
         """
-        set_up_logging()
+        set_up_logging(spec.config.log_level)
         share_interpreter()
         self._spec = spec
         self._name = name

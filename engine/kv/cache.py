@@ -101,7 +101,7 @@ class BlockCache:
         """
         return self._pool.num_free + self._index.num_idle
 
-    def num_available_beside(self, block_ids: Sequence[int]) -> int:
+    def num_available_without(self, block_ids: Sequence[int]) -> int:
         """`num_available` if these blocks (a match) were held."""
         count = self._pool.reference_count
         return self.num_available - sum(count(block_id) == 0 for block_id in block_ids)

@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from engine.layers.expert_order import take_orders
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.moe import SharedOutput
-from engine.layers.quantized_cuda import check_dtype, check_e4m3, four_bit_codes, unreadable
+from engine.layers.quantized_operands import check_dtype, check_e4m3, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from engine.layers.rounded_experts import RoundedExperts, rounded_experts
 from kernels.device import device_properties

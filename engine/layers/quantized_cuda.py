@@ -36,9 +36,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.layers.linear import NUM_LANES, LinearWeight, WeightFormat
 from engine.layers.operations import Op, coded_operations
+from engine.layers.quantized_operands import check_dtype, four_bit_operand, fp8_operand
 from engine.layers.quantized_weight import Scales, compacted
 from kernels.device import device_properties
 from kernels.linear.small import tile_counters
@@ -54,13 +54,11 @@ from kernels.quant.fp8_linear import (
     Fp8Operand,
     QuantConfig,
     fp8_linear,
-    supports_fp8,
 )
 from kernels.quant.int4_joined import MAX_TOKENS as MAX_JOINED_TOKENS
 from kernels.quant.int4_joined import int4_joined_linear, supports_joined
-from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
+from kernels.quant.int4_linear import FourBitOperand, int4_linear
 from kernels.quant.one_token import fp8_one_token, int4_one_token
-from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import code_tokens
 
@@ -75,8 +73,6 @@ ONE_TOKEN_ROWS = 4096
 # H200 they are 12 % faster, with more columns no faster.
 UNIT_SUMS_TO = 8192
 _E4M3_CAPABILITY = (8, 9)
-_NAN_E4M3, _NAN_E8M0 = 0x7F, 0xFF  # without the sign, which e8m0 has not
-_CHECKED_AT_ONCE = 2**26  # numbers
 
 
 class Product(Protocol):
@@ -347,20 +343,11 @@ def _pieces(form: InputForm | None) -> int | None:
     return None if form is None else form.pieces
 
 
-def check_dtype(scales: Scales) -> None:
-    """Raises ConfigError for inputs that quantised weights are not multiplied with."""
-    if scales.dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            "model.dtype: on a GPU quantised weights are multiplied with bfloat16 or float16,"
-            f" not with {scales.dtype}"
-        )
-
-
 def _product(weight: LinearWeight, scales: Scales) -> Product:
     check_dtype(scales)
     if weight.format in (WeightFormat.INT4, WeightFormat.FP4):
-        return FourBitMatrix(_four_bit_operand(weight, scales), scales.dtype)
-    operand, dtype = _fp8_operand(weight, scales), scales.dtype
+        return FourBitMatrix(four_bit_operand(weight, scales), scales.dtype)
+    operand, dtype = fp8_operand(weight, scales), scales.dtype
     capability = device_properties(weight.data.device).capability
     has_e4m3 = capability is not None and capability >= _E4M3_CAPABILITY
     if not scales.quantizes_inputs or not has_e4m3:
@@ -369,79 +356,3 @@ def _product(weight: LinearWeight, scales: Scales) -> Product:
         return Fp8Blocks(operand, dtype) if supports_blocks(operand) else Fp8Matrix(operand, dtype)
     can_multiply = scales.rows == 1 and dtype is torch.bfloat16
     return Fp8Rows(operand, dtype) if can_multiply else Fp8Matrix(operand, dtype)
-
-
-def check_e4m3(numbers: Tensor) -> None:
-    """Raises ConfigError if one is NaN: kernels that decode e4m3 by arithmetic make 480 of it."""
-    for some in torch.split(numbers.view(torch.uint8).flatten(), _CHECKED_AT_ONCE):
-        if int((some & _NAN_E4M3).max()) == _NAN_E4M3:
-            raise _not_a_number()
-
-
-def _not_a_number() -> ConfigError:
-    return ConfigError(
-        "model.path: a quantised weight or its scales hold NaN: its files are damaged, or were"
-        " quantised without a limit; download or quantise the model anew"
-    )
-
-
-def _fp8_operand(weight: LinearWeight, scales: Scales) -> Fp8Operand:
-    if not supports_fp8(weight.data, scales.columns):
-        raise unreadable(weight, f"tiles of {scales.columns} inputs")
-    check_e4m3(weight.data)
-    return Fp8Operand(
-        codes=weight.data,
-        scales=scales.values,
-        tile_rows=scales.rows,
-        tile_columns=scales.columns,
-        bias=weight.bias,
-    )
-
-
-def _four_bit_operand(weight: LinearWeight, scales: Scales) -> FourBitOperand:
-    if not supports_int4(weight.data, scales.half):
-        raise unreadable(weight, f"groups of {scales.columns} inputs")
-    codes, values = four_bit_codes(scales)
-    return FourBitOperand(
-        packed=weight.data,
-        scales=values,
-        codes=codes,
-        half=scales.half,
-        group=scales.columns,
-        factors=scales.factors,
-        bias=weight.bias,
-    )
-
-
-def four_bit_codes(scales: Scales) -> tuple[Codes, Tensor]:
-    """How 4-bit weights are coded, and their scales as kernels take them.
-
-    scales: `compacted`. Raises ConfigError for scales that leave no room for zero points, or NaN.
-    """
-    if scales.is_e2m1:
-        values = scales.values.view(torch.uint8)
-        if scales.factors is not None:
-            check_e4m3(values)
-            return Codes.NVFP4, values
-        if bool((values == _NAN_E8M0).any()):
-            raise _not_a_number()
-        is_small = bool((values <= MAX_SMALL).all())
-        return (Codes.MXFP4_SMALL if is_small else Codes.MXFP4), values
-    words = join_zeros(scales.values, scales.zeros)
-    if words is None:
-        raise ConfigError(
-            "4-bit weights with zero points have scales in float32; on a GPU they must be in"
-            " bfloat16 or float16"
-        )
-    return (Codes.INT4 if scales.zeros is None else Codes.INT4_ZEROS), words
-
-
-def unreadable(weight: LinearWeight, groups: str) -> ConfigError:
-    """The error for a weight that no kernel reads."""
-    num_rows, width = weight.data.shape[-2:]
-    columns = width if weight.format is WeightFormat.FP8 else 2 * width
-    return ConfigError(
-        f"a {weight.format.name} weight of {num_rows} outputs and {columns} inputs in {groups} is"
-        " not computed on a GPU: sizes must be multiples of 16, with 4 bits a rank's inputs of 32;"
-        " groups must be multiples of 16"
-    )

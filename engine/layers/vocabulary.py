@@ -16,7 +16,8 @@ from torch import Tensor
 from engine.layers.context import Comm
 from engine.layers.linear import Linear
 from engine.ranks.rank import Rank
-from kernels.sampling.rows import GreedyChoice, best_words, greedy, greedy_of_words
+from kernels.sampling.choices import GreedyChoice
+from kernels.sampling.rows import best_words, greedy, greedy_of_words
 
 
 class Embedding(Protocol):

@@ -51,7 +51,8 @@ from engine.models.weight_files import read_header, weight_files
 from engine.models.weights import LayerWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
-from kernels.sampling.rows import GreedyChoice, greedy
+from kernels.sampling.choices import GreedyChoice
+from kernels.sampling.rows import greedy
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Of a token that the head does not know: below every logit, and finite in all dtypes, so that rows

@@ -2,7 +2,7 @@
 
     model.layers.3.self_attn.k_scale           compressed-tensors, llm-compressor; [1] or one a head
     model.layers.3.self_attn.attn.k_scale      as vLLM names it inside
-    model.layers.3.self_attn.k_proj.k_scale    ModelOpt
+    model.layers.3.self_attn.k_proj.k_scale    ModelOpt; qkv_proj.k_scale where it is one map
     model.layers.3.self_attn.k_proj.output_scale   AutoFP8, Quark
     model.layers.3.self_attn.kv_scale          AutoFP8 before: of both
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.config_file import ConfigFile
-from engine.models.quantization import SECTIONS
+from engine.models.quantization_config import published_section
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import read_header, weight_files, whole_name
 from engine.ranks.rank import Rank
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."
-    r"(?:(?:attn\.|[kv]_proj\.)?(?P<plane>k|v|kv|latent|rotated_key)_scale"
+    r"(?:(?:attn\.|(?:[kv]|qkv)_proj\.)?(?P<plane>k|v|kv|latent|rotated_key)_scale"
     r"|(?P<output>[kv])_proj\.output_scale)"
 )
 # Planes, as written, and what a scale of each name is of.
@@ -50,6 +50,7 @@ _OF_LATENTS: dict[str, tuple[int, ...]] = {
     "kv": (0, 1),
 }
 _NUM_PLANES = 2
+_WORDS_FOR_E4M3 = ("static", "fp8")
 _CALIBRATE = (
     "`python -m engine.kv_calibration` writes a file of scales, and cache.kv_scales names it"
 )
@@ -170,12 +171,18 @@ def _heads(where: str, name: str, tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def _check_scheme(folder: Path) -> None:
-    """Raises ConfigError if the folder's scales are those of another format than e4m3."""
-    config = ConfigFile.read(folder / "config.json")
-    section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
-    if section is None or section.is_text("kv_cache_scheme"):
-        return  # AutoFP8 writes "static", and e4m3 is all that it has
-    scheme = section.section("kv_cache_scheme")
+    """Raises ConfigError if the folder's scales are those of another format than e4m3.
+
+    `kv_cache_scheme` of config.json is an object, or a word: "static" of AutoFP8, which has e4m3
+    alone, and "NVFP4", say, of ModelOpt; `kv_cache_quant_algo` of ModelOpt's own file likewise.
+    """
+    section = published_section(ConfigFile.read(folder / "config.json"))
+    if section is None:
+        return
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if section.is_text(key) and section.text(key).lower() not in _WORDS_FOR_E4M3:
+            raise section.error(key, f"{section.text(key)!r} is not static e4m3; {_CALIBRATE}")
+    scheme = None if section.is_text("kv_cache_scheme") else section.section("kv_cache_scheme")
     if scheme is None:
         return
     kind = scheme.text("type", "float"), scheme.integer("num_bits", 8)

@@ -44,9 +44,14 @@ class LatentDefaults:
     value_dim: int = 128
 
 
-def read_latent(config: ConfigFile, num_heads: int, *, is_interleaved: bool) -> LatentSpec:
-    """The attention of DeepSeek-V2 and V3. Raises ConfigError as all readers of config.json do."""
-    default = LatentDefaults()
+DEEPSEEK = LatentDefaults()
+GLM = LatentDefaults(q_rank=768, nope_dim=192, value_dim=256)
+
+
+def read_latent(
+    config: ConfigFile, num_heads: int, default: LatentDefaults, *, is_interleaved: bool
+) -> LatentSpec:
+    """Raises ConfigError as all readers of config.json do."""
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_kv_heads != num_heads:
         raise config.error(

@@ -50,7 +50,7 @@ from kernels.attention.latent import LatentShape
 from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

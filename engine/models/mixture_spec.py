@@ -6,6 +6,7 @@ Qwen2-MoE, Qwen3-MoE  some layers may be dense (`mlp_only_layers`, `decoder_spar
                     experts of `moe_intermediate_size`; Qwen2-MoE adds a shared expert
 DeepSeek-V2, V3     the first layers are dense; shared experts without gate; a token's experts come
                     from a few of the groups
+GLM-4.7-Flash       as DeepSeek-V3; a list says which layers are dense (`mlp_layer_types`)
 """
 
 from dataclasses import dataclass, replace
@@ -217,22 +218,63 @@ def read_deepseek_v2(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
         )
     groups = (1, 1) if method == "greedy" else _groups(config, None, None)
     default = _DeepseekDefaults(
-        num_experts=64, num_active=None, expert_size=1407, num_shared=2, first=0, scale=1.0
+        num_experts=64, num_active=None, expert_size=1407, num_shared=2, scale=1.0
     )
-    return _read_deepseek(config, num_layers, default, "softmax", groups, normalises=False)
+    layers = _after_dense(config, num_layers, num_dense=0)
+    return _read_deepseek(config, layers, default, "softmax", groups, normalises=False)
 
 
 def read_deepseek_v3(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
     """DeepSeek-V3's experts: sigmoid scores; a bias chooses, a group counts its best two."""
+    default = _DeepseekDefaults(
+        num_experts=256, num_active=8, expert_size=2048, num_shared=1, scale=2.5
+    )
+    layers = _after_dense(config, num_layers, num_dense=3)
+    return _read_biased(config, layers, default, _groups(config, 8, 4))
+
+
+def read_glm4_moe_lite(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
+    """GLM-4.7-Flash's experts, which are chosen as DeepSeek-V3's."""
+    default = _DeepseekDefaults(
+        num_experts=64, num_active=4, expert_size=1536, num_shared=1, scale=1.8
+    )
+    layers = _listed_layers(config, num_layers)
+    return _read_biased(config, layers, default, _groups(config, 1, 1))
+
+
+def _read_biased(
+    config: ConfigFile,
+    layers: tuple[int, ...],
+    default: "_DeepseekDefaults",
+    groups: tuple[int, int],
+) -> MixtureSpec | None:
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":
         raise config.error("topk_method", f"{method!r} is not supported; supported: noaux_tc")
-    default = _DeepseekDefaults(
-        num_experts=256, num_active=8, expert_size=2048, num_shared=1, first=3, scale=2.5
-    )
     normalises = config.flag("norm_topk_prob", not config.has_key("norm_topk_prob"))  # null: false
-    groups = _groups(config, 8, 4)
-    return _read_deepseek(config, num_layers, default, "sigmoid", groups, normalises=normalises)
+    return _read_deepseek(config, layers, default, "sigmoid", groups, normalises=normalises)
+
+
+def _after_dense(config: ConfigFile, num_layers: int, *, num_dense: int) -> tuple[int, ...]:
+    """The layers with experts behind dense ones. num_dense: the family's default."""
+    first = config.integer("first_k_dense_replace", num_dense, minimum=0)
+    return tuple(range(first, num_layers))
+
+
+def _listed_layers(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    """The layers that a list calls sparse; without one all but the first."""
+    kinds = config.texts("mlp_layer_types")
+    if kinds is None:
+        kinds = ("dense",) + ("sparse",) * (num_layers - 1)
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise config.error("mlp_layer_types", f"must be dense or sparse for {num_layers} layers")
+    num_dense = config.optional_integer("first_k_dense_replace")
+    if num_dense is not None and "sparse" in kinds and kinds.index("sparse") != num_dense:
+        # transformers does not read it, others do not read the list.
+        raise config.error(
+            "first_k_dense_replace", f"is {num_dense}, but mlp_layer_types says otherwise"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _groups(config: ConfigFile, num_groups: int | None, num_chosen: int | None) -> tuple[int, int]:
@@ -252,20 +294,19 @@ class _DeepseekDefaults:
     num_active: int | None  # None = it must be there
     expert_size: int
     num_shared: int  # shared experts
-    first: int  # dense layers before the mixtures
     scale: float
 
 
 def _read_deepseek(
     config: ConfigFile,
-    num_layers: int,
+    layers: tuple[int, ...],
     default: _DeepseekDefaults,
     scores: Scores,
     groups: tuple[int, int],
     *,
     normalises: bool,
 ) -> MixtureSpec | None:
-    """None if every layer is dense."""
+    """layers: those with experts; None if there are none."""
     expected = config.text("scoring_func", scores)
     if expected != scores:
         raise config.error("scoring_func", f"{expected!r} is not supported; supported: {scores}")
@@ -286,7 +327,6 @@ def _read_deepseek(
         )
     expert_size = config.integer("moe_intermediate_size", default.expert_size)
     shared = config.integer("n_shared_experts", default.num_shared, minimum=0) * expert_size
-    layers = range(config.integer("first_k_dense_replace", default.first, minimum=0), num_layers)
     if not layers:
         return None
     return MixtureSpec(
@@ -295,7 +335,7 @@ def _read_deepseek(
         expert_size=expert_size,
         shared_size=shared or None,
         normalises=normalises,
-        layers=tuple(layers),
+        layers=layers,
         names=DEEPSEEK_NAMES,
         has_shared_gate=False,
         scores=scores,

@@ -75,8 +75,8 @@ def _with_layer(target: ModelSpec) -> ModelSpec:
     )
 
 
-def _beside(target: ModelSpec) -> dict[str, StackedTensor]:
-    """What the layer has besides, by field."""
+def _extra_tensors(target: ModelSpec) -> dict[str, StackedTensor]:
+    """What the layer has that decoder layers have not, by field."""
     prefix, hidden = f"model.layers.{target.num_layers}.", target.hidden_size
     norms = {"enorm": "enorm", "hnorm": "hnorm", "final_norm": "shared_head.norm"}
     tensors = {
@@ -138,19 +138,19 @@ def build_mtp(
     layer_spec = read_mtp(folder, whole)
     spec = layer_spec.of_rank(rank)
     ends = WHOLE_MODEL if whole.has_dp_attention else rank
-    weights, beside = load_layer(
+    weights, extra = load_layer(
         folder,
         _with_layer(whole),
         whole.num_layers,
-        _beside(whole),
+        _extra_tensors(whole),
         dtype=target.dtype,
         device=target.device,
         rank=rank,
     )
     layer = MtpLayer(
-        embedding_norm=build_norm(spec, beside["enorm"], ops),
-        hidden_norm=build_norm(spec, beside["hnorm"], ops),
-        join=build_linear(LinearWeight(beside["eh_proj"]), is_deterministic=is_deterministic),
+        embedding_norm=build_norm(spec, extra["enorm"], ops),
+        hidden_norm=build_norm(spec, extra["hnorm"], ops),
+        join=build_linear(LinearWeight(extra["eh_proj"]), is_deterministic=is_deterministic),
         columns=ends.share(2 * spec.hidden_size, "columns of eh_proj"),
         attention_norm=build_norm(spec, weights.input_norm, ops),
         attention=build_self_attention(spec, 0, weights, ops, is_deterministic),
@@ -161,7 +161,7 @@ def build_mtp(
         spec=spec,
         embedding=target.embedding,
         layers=[layer],
-        final_norm=build_norm(spec, beside["final_norm"], ops),
+        final_norm=build_norm(spec, extra["final_norm"], ops),
         head=target.head,
         rotary=target.rotary,
     )

@@ -5,10 +5,12 @@ numbers of FP8 weights are copied to their place as they are, and are not seen h
 The layouts are those that the formats' own writers produce:
 
 - compressed-tensors: 4-bit numbers and zero points q - 8 in [-8, 7], stored as q; eight in a word,
-  the first in the lowest bits; numbers along the inputs, zero points along the outputs.
+  the first in the lowest bits; numbers along the inputs, zero points along the outputs. Those of 8
+  bits likewise, q - 128, four in a word; not packed they are stored as they are (int-quantized).
 - AWQ (gemm): words along the outputs; bits 4 i hold output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight.
 - GPTQ: numbers in words along the inputs, zero points along the outputs; in the first format a word
   of zero points is stored less a word of ones, so that a zero point of 0 borrows from the next.
+  Numbers of 8 bits likewise, four in a word.
 - MXFP4, NVFP4: numbers in e2m1 (a sign, two bits of exponent, one of mantissa), two in a byte along
   the inputs, the first in the lower bits. NVFP4's scales are e4m3; one more number divides
   (compressed-tensors) or multiplies (ModelOpt) all of a tensor's.
@@ -23,8 +25,8 @@ from torch import Tensor
 from engine.models.quantization import Packing, Quantization
 
 Tensors = Mapping[str, Tensor]
-_PER_WORD = 8
-_ONE_OF_EACH = 0x11111111  # a word of eight ones
+_WORD_BITS = 32
+_ONE_OF_EACH = {4: 0x11111111, 8: 0x01010101}  # bits of a number -> a word of ones
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # output -> its place in the word
 _MAX_FP8 = 448.0  # of e4m3
 
@@ -33,7 +35,8 @@ _MAX_FP8 = 448.0  # of e4m3
 class Numbers:
     """A published linear map, or a share of it, outputs by rows and inputs in their order."""
 
-    numbers: Tensor | None  # [out, in] e4m3, or uint8 of 0 to 15; None = placed already
+    # [out, in] e4m3, int8, or uint8 of 0 to 15 (8 bits: 255); None = placed already
+    numbers: Tensor | None
     scales: Tensor  # [out tiles, in tiles] fp32; with numbers of e2m1, e8m0 or e4m3
     zeros: Tensor | None = None  # as `scales`, uint8
     groups: Tensor | None = None  # [in]: the group of each input; None = in order
@@ -44,20 +47,23 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
     """The numbers of one published map; all tensors on one device."""
     match quantization.packing:
         case Packing.FP8:
-            scales = tensors[quantization.scale_name].float()
-            num_tiles = 1 if quantization.tile_rows is None else scales.shape[0]
-            return Numbers(numbers=None, scales=scales.reshape(num_tiles, -1))
+            scales = _by_tiles(quantization, tensors[quantization.scale_name])
+            return Numbers(numbers=None, scales=scales)
         case Packing.ONLINE_FP8:
             return quantize_rows(tensors["weight"])
-        case Packing.COMPRESSED_INT4:
-            return _compressed(tensors)
+        case Packing.INT8:
+            scales = _by_tiles(quantization, tensors["weight_scale"])
+            return Numbers(numbers=tensors["weight"], scales=scales)
+        case Packing.COMPRESSED_INT:
+            return _compressed(quantization, tensors)
         case Packing.AWQ:
             return _awq(tensors)
         case Packing.GPTQ:
-            return _gptq(tensors, quantization.zero_offset)
-        case Packing.MXFP4:
+            return _gptq(quantization, tensors)
+        case Packing.MXFP4 | Packing.QUARK_MXFP4:
+            name = "weight_packed" if quantization.packing is Packing.MXFP4 else "weight"
             scales = tensors["weight_scale"].view(torch.float8_e8m0fnu)
-            return Numbers(numbers=_pairs(tensors["weight_packed"]), scales=scales)
+            return Numbers(numbers=_pairs(tensors[name]), scales=scales)
         case Packing.NVFP4:
             return Numbers(
                 numbers=_pairs(tensors["weight_packed"]),
@@ -80,10 +86,18 @@ def quantize_rows(weight: Tensor) -> Numbers:
     return Numbers(numbers=numbers, scales=scales)
 
 
-def _unpacked(words: Tensor, dim: int) -> Tensor:
-    """Eight numbers of each word, the lowest bits first, along `dim`; uint8."""
-    shifts = torch.arange(0, 4 * _PER_WORD, 4, dtype=torch.int32, device=words.device)
-    numbers = (words.unsqueeze(-1) >> shifts) & 15
+def _by_tiles(quantization: Quantization, scales: Tensor) -> Tensor:
+    """[out tiles, in tiles] fp32, of scales whose dimensions of 1 may be left out."""
+    if quantization.has_exponents:
+        scales = scales.view(torch.float8_e8m0fnu)
+    num_tiles = 1 if quantization.tile_rows is None else scales.shape[0]
+    return scales.float().reshape(num_tiles, -1)
+
+
+def _unpacked(words: Tensor, dim: int, bits: int = 4) -> Tensor:
+    """The numbers of each word, the lowest bits first, along `dim`; uint8."""
+    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=words.device)
+    numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     if dim == 0:
         numbers = numbers.movedim(-1, 1)
     return numbers.to(torch.uint8).flatten(dim, dim + 1)
@@ -94,13 +108,12 @@ def _pairs(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
-def _compressed(tensors: Tensors) -> Numbers:
-    scales = tensors["weight_scale"].float()
-    zeros = tensors.get("weight_zero_point")
+def _compressed(quantization: Quantization, tensors: Tensors) -> Numbers:
+    bits, zeros = quantization.bits, tensors.get("weight_zero_point")
     return Numbers(
-        numbers=_unpacked(tensors["weight_packed"], dim=1),
-        scales=scales.reshape(scales.shape[0] if scales.dim() else 1, -1),
-        zeros=None if zeros is None else _unpacked(zeros.reshape(zeros.shape[0], -1), dim=0),
+        numbers=_unpacked(tensors["weight_packed"], dim=1, bits=bits),
+        scales=_by_tiles(quantization, tensors["weight_scale"]),
+        zeros=None if zeros is None else _unpacked(zeros.reshape(len(zeros), -1), dim=0, bits=bits),
         groups=tensors.get("weight_g_idx"),
     )
 
@@ -116,15 +129,16 @@ def _awq(tensors: Tensors) -> Numbers:
 def _deinterleaved(numbers: Tensor) -> Tensor:
     """[x, out] in the places of words -> [out, x] in the order of outputs."""
     places = torch.tensor(_AWQ_PLACES, device=numbers.device)
-    words = numbers.reshape(len(numbers), -1, _PER_WORD)
+    words = numbers.reshape(len(numbers), -1, len(_AWQ_PLACES))
     return torch.flatten(words[:, :, places], 1).T.contiguous()
 
 
-def _gptq(tensors: Tensors, zero_offset: int) -> Numbers:
-    zeros = _unpacked(tensors["qzeros"] + zero_offset * _ONE_OF_EACH, dim=1)
+def _gptq(quantization: Quantization, tensors: Tensors) -> Numbers:
+    bits = quantization.bits
+    ones = quantization.zero_offset * _ONE_OF_EACH[bits]
     return Numbers(
-        numbers=_unpacked(tensors["qweight"], dim=0).T.contiguous(),
+        numbers=_unpacked(tensors["qweight"], dim=0, bits=bits).T.contiguous(),
         scales=tensors["scales"].float().T.contiguous(),
-        zeros=zeros.T.contiguous(),
+        zeros=_unpacked(tensors["qzeros"] + ones, dim=1, bits=bits).T.contiguous(),
         groups=tensors.get("g_idx"),
     )

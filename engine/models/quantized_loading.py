@@ -8,6 +8,7 @@ The tensors of one published map may stand in two files. They are kept until the
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,15 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.quantized_weight import MIDDLE, Scales
+from engine.layers.quantized_weight import Scales
 from engine.models.llama_weights import StackedTensor
-from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
+from engine.models.quantization import (
+    FP4_PACKINGS,
+    FP8_PACKINGS,
+    MXFP4_PACKINGS,
+    Packing,
+    Quantization,
+)
 from engine.models.quantized_formats import Numbers, read_numbers
 from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from engine.ranks.rank import Rank
@@ -27,6 +34,7 @@ from kernels.quant.sizes import choose_half
 
 _SUFFIX = ".weight"
 _MAX_FP8 = 448.0
+_DECODED_ROWS = 1024  # at a time: a decoded row needs several times its memory
 
 
 class TensorCopier(Protocol):
@@ -52,8 +60,55 @@ class _Placed:
     expert: int  # 0 where there are none
 
 
-class QuantizedStack:
-    """The tensors of a stacked quantised map; `destinations` fill them."""
+class PublishedStack(ABC):
+    """A stacked map that is published quantised: what is read for `destinations` fills it."""
+
+    def __init__(
+        self,
+        stacked: StackedTensor,
+        quantization: Quantization,
+        *,
+        device: torch.device,
+        rank: Rank,
+    ) -> None:
+        mine = stacked.of_rank(rank)
+        assert mine.num_columns is not None
+        self.quantization = quantization
+        self.device = device
+        self.is_filled = False  # with random numbers
+        self._num_columns = mine.num_columns
+        self._num_rows = sum(mine.num_rows.values())
+        self._tile_rows = _common_rows(quantization, tuple(mine.num_rows.values()))
+        self._parts = _place(stacked, mine, self._tile_rows, rank)
+
+    def destinations(self) -> dict[str, "PublishedPart"]:
+        """Published name -> where what is read under that name goes."""
+        found = {}
+        for part in self._parts:
+            slices = part.portion.slices(self.quantization, part.module)
+            collected = _Collected(self, part, frozenset(slices))
+            for suffix, share in slices.items():
+                found[f"{part.module}.{suffix}"] = PublishedPart(collected, suffix, share)
+        return found
+
+    @abstractmethod
+    def weight(self, bias: Tensor | None) -> LinearWeight: ...
+
+    @abstractmethod
+    def rows_as_published(self, part: _Placed, suffix: str) -> Tensor | None:
+        """Where a tensor is copied to as it is; None = it has to be converted first."""
+
+    @abstractmethod
+    def place(self, part: _Placed, found: Numbers) -> None:
+        """Write what a part's numbers stand for, or they and their scales, to its rows."""
+
+    @abstractmethod
+    def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
+        """All weights, between -largest and largest and of all sizes that the format has."""
+
+
+class QuantizedStack(PublishedStack):
+    """The numbers and scales of a map that is computed with as it is quantised."""
 
     def __init__(
         self,
@@ -64,15 +119,10 @@ class QuantizedStack:
         device: torch.device,
         rank: Rank,
     ) -> None:
-        mine = stacked.of_rank(rank)
+        super().__init__(stacked, quantization, device=device, rank=rank)
+        mine, num_rows = stacked.of_rank(rank), self._num_rows
         assert mine.num_columns is not None
-        self.quantization = quantization
-        self._num_columns = mine.num_columns
-        self._tile_rows = _common_rows(quantization, tuple(mine.num_rows.values()))
-        self._parts = _place(stacked, mine, self._tile_rows, rank)
         self._order_of: dict[int, str] = {}  # expert -> the module that its `order` is of
-        self.is_filled = False  # with random numbers
-        num_rows = sum(mine.num_rows.values())
         columns = self._parts[0].portion.scale_columns(quantization)
         num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
         self._format = _format_of(quantization)
@@ -103,24 +153,12 @@ class QuantizedStack:
     def weight(self, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(self.data, bias, self._format, self.scales)
 
-    def destinations(self) -> dict[str, "PublishedPart"]:
-        """Published name -> where what is read under that name goes."""
-        found = {}
-        for part in self._parts:
-            slices = part.portion.slices(self.quantization, part.module)
-            collected = _Collected(self, part, frozenset(slices))
-            for suffix, share in slices.items():
-                found[f"{part.module}.{suffix}"] = PublishedPart(collected, suffix, share)
-        return found
-
     def rows_as_published(self, part: _Placed, suffix: str) -> Tensor | None:
-        """Where a tensor is copied to as it is; None = it has to be converted first."""
         if self.quantization.packing is Packing.FP8 and suffix == "weight":
             return self.data[part.rows]
         return None
 
     def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
-        """All weights, between -largest and largest and of all sizes that the format has."""
         self.is_filled = True
         shape, device = self.data.shape, self.data.device
         if self._is_fp8:
@@ -151,7 +189,6 @@ class QuantizedStack:
         values.copy_(drawn)
 
     def place(self, part: _Placed, found: Numbers) -> None:
-        """Write a part's numbers, scales and zero points to its rows."""
         numbers, scales, zeros = found.numbers, found.scales, found.zeros
         if numbers is not None:
             if found.groups is not None:
@@ -207,8 +244,8 @@ class QuantizedStack:
         return order
 
 
-class DecodedStack(QuantizedStack):
-    """A map whose inputs ranks share, and have groups out of their order: a matrix, made once."""
+class DecodedStack(PublishedStack):
+    """A map of integers that is made a matrix, once: see `is_made_matrix`."""
 
     def __init__(
         self,
@@ -219,25 +256,49 @@ class DecodedStack(QuantizedStack):
         device: torch.device,
         rank: Rank,
     ) -> None:
-        super().__init__(stacked, quantization, dtype=dtype, device=device, rank=rank)
-        shape = self.data.shape[0], self._num_columns
+        super().__init__(stacked, quantization, device=device, rank=rank)
+        shape = self._num_rows, self._num_columns
         self._matrix = torch.empty(shape, dtype=dtype, device=device)
 
     def weight(self, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(self._matrix, bias)
+
+    def rows_as_published(self, part: _Placed, suffix: str) -> None:
+        return None
 
     def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
         self.is_filled = True
         self._matrix.uniform_(-largest, largest, generator=generator)
 
     def place(self, part: _Placed, found: Numbers) -> None:
-        """found: a rank's inputs, and the scales of all groups."""
-        assert found.numbers is not None, "4-bit numbers are not copied as they are"
-        assert found.groups is not None, "config.json says that inputs have an order"
-        groups = found.groups.long()
-        zeros = MIDDLE if found.zeros is None else found.zeros.float()[:, groups]
-        numbers = found.numbers.float().sub_(zeros)
-        self._matrix[part.rows].copy_(numbers.mul_(found.scales.float()[:, groups]))
+        assert found.numbers is not None, "integers are not copied as they are"
+        groups = self._groups(part, found)
+        zeros = self.quantization.middle if found.zeros is None else found.zeros
+        matrix = self._matrix[part.rows]
+        for start in range(0, len(matrix), _DECODED_ROWS):
+            rows = slice(start, start + _DECODED_ROWS)
+            numbers = found.numbers[rows].float()
+            numbers -= zeros if isinstance(zeros, int) else zeros[rows].float()[:, groups]
+            scales = found.scales if len(found.scales) == 1 else found.scales[rows]
+            matrix[rows].copy_(numbers.mul_(scales.float()[:, groups]))
+
+    def _groups(self, part: _Placed, found: Numbers) -> Tensor:
+        """[in] int64: the column of each input's scale. Raises ConfigError if there is none."""
+        per, portion = self.quantization.tile_columns, part.portion
+        columns = torch.arange(self._num_columns, device=self.device)
+        if per is None:
+            return torch.zeros_like(columns)
+        if found.groups is None:
+            return columns // per
+        # A rank that has inputs of any group reads the scales of all.
+        has_all = self.quantization.must_have_order
+        groups = found.groups.long() - (0 if has_all else portion.parts[Axis.IN].start // per)
+        if not bool(((groups >= 0) & (groups < found.scales.shape[1])).all()):
+            raise ConfigError(
+                f"{part.module}: the groups of its inputs (g_idx) are not those of this rank; use"
+                " weights without activation order"
+            )
+        return groups
 
 
 def _format_of(quantization: Quantization) -> WeightFormat:
@@ -248,7 +309,7 @@ def _format_of(quantization: Quantization) -> WeightFormat:
 
 def _scale_dtype(quantization: Quantization) -> torch.dtype:
     """A scale of a few numbers is held as it is published: it is a byte of them."""
-    if quantization.packing is Packing.MXFP4:
+    if quantization.packing in MXFP4_PACKINGS:
         return torch.float8_e8m0fnu
     return torch.float8_e4m3fn if _has_factors(quantization) else torch.float32
 
@@ -286,7 +347,7 @@ def _place(
 class _Collected:
     """The tensors of one published map that are read, until all are there."""
 
-    def __init__(self, stack: QuantizedStack, part: _Placed, suffixes: frozenset[str]) -> None:
+    def __init__(self, stack: PublishedStack, part: _Placed, suffixes: frozenset[str]) -> None:
         self._stack = stack
         self._part = part
         self._awaited = set(suffixes)
@@ -303,7 +364,7 @@ class _Collected:
             copier.copy(tensor, rows)
         else:
             # The file is closed before the other tensors may have come.
-            self._tensors[suffix] = tensor.to(self._stack.data.device, copy=True)
+            self._tensors[suffix] = tensor.to(self._stack.device, copy=True)
         self._awaited.discard(suffix)
         self._place_if_complete()
 

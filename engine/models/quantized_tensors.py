@@ -4,16 +4,20 @@
 its published weight is several tensors, each of which covers outputs and inputs in its own units:
 
     FP8              weight [out, in]             scale [out / rows, in / columns], [out, 1] or []
-    COMPRESSED_INT4  weight_packed [out, in / 8]  weight_scale [out, in / g] or []
+    INT8             weight [out, in]             weight_scale [out, in / g], [out, 1] or []
+    COMPRESSED_INT   weight_packed [out, in / 8]  weight_scale [out, in / g] or []
                      weight_zero_point [out / 8, in / g]            weight_g_idx [in]
     AWQ              qweight [in, out / 8]        scales [in / g, out]   qzeros [in / g, out / 8]
     GPTQ             qweight [in / 8, out]        scales [in / g, out]   qzeros [in / g, out / 8]
                      g_idx [in]
     MXFP4            weight_packed [out, in / 2]  weight_scale [out, in / 32]
+    QUARK_MXFP4      weight [out, in / 2]         weight_scale [out, in / 32]
     NVFP4            weight_packed [out, in / 2]  weight_scale [out, in / 16]
                      weight_global_scale [1]
     MODELOPT_NVFP4   weight [out, in / 2]         weight_scale [out, in / 16]
                      weight_scale_2 []
+
+A word has eight numbers of 4 bits, or four of 8.
 """
 
 import math
@@ -24,20 +28,28 @@ from enum import Enum
 
 from engine.errors import ConfigError
 from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
-from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
+from engine.models.quantization import (
+    FP4_PACKINGS,
+    FP8_PACKINGS,
+    MXFP4_PACKINGS,
+    Packing,
+    Quantization,
+)
 from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
 from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
 from kernels.quant.sizes import reads_sizes
 
-_PER_WORD = 8  # 4-bit numbers in 32 bits
+_WORD_BITS = 32
+_INT4_COLUMNS = 16  # what kernels of 4-bit numbers read at once
 _SUFFIX = ".weight"
 _PER_BYTE = 2
 _SCALE_BYTES = _FLOAT32_BYTES = 4
 # Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
 # computed from the activations themselves. Scales of K and V are read by `kv_scales`.
 _UNUSED = re.compile(
-    r"\.(input_scale|activation_scale|input_global_scale|weight_shape|output_scale)$"
+    r"\.(input_scale|input_zero_point|activation_scale|input_global_scale|weight_shape"
+    r"|output_scale)$"
 )
 _KV_SCALE = re.compile(r"\.self_attn\.([a-z_]+\.)?(q|k|v|kv)_scale$")  # of unquantised models too
 
@@ -114,60 +126,78 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
     """Suffix -> tensor, of every quantised linear map."""
-    are_floats = quantization.packing in FP4_PACKINGS
-    group = Cut(Axis.IN, quantization.tile_columns, may_be_cut=are_floats)
+    if quantization.packing in FP4_PACKINGS:
+        return _tensors_of_fp4(quantization)
+    if quantization.packing in FP8_PACKINGS or quantization.packing is Packing.INT8:
+        return _tensors_of_bytes(quantization)
+    return _tensors_of_words(quantization)
+
+
+def _tensors_of_bytes(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """A number a weight, in FP8 or INT8."""
     one_out, one_in = Cut(Axis.OUT), Cut(Axis.IN)
-    packed_out, packed_in = Cut(Axis.OUT, _PER_WORD), Cut(Axis.IN, _PER_WORD)
+    if quantization.packing is Packing.ONLINE_FP8:
+        return {"weight": _floats((one_out, one_in))}
+    number = "I8" if quantization.packing is Packing.INT8 else "F8_E4M3"
+    # Exponents in bytes also where scale_fmt is ue8m0.
+    scale_dtypes = ("F8_E8M0", *(("U8",) if quantization.has_exponents else DENSE_DTYPES))
+    tile = (Cut(Axis.OUT, quantization.tile_rows), Cut(Axis.IN, quantization.tile_columns))
+    return {
+        "weight": PublishedTensor(dtypes=(number,), cuts=(one_out, one_in)),
+        quantization.scale_name: PublishedTensor(
+            dtypes=scale_dtypes, cuts=() if quantization.tile_rows is None else tile
+        ),
+    }
+
+
+def _tensors_of_words(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """Integers, packed in words of 32 bits."""
+    per_word = _WORD_BITS // quantization.bits
+    packed_out, packed_in = Cut(Axis.OUT, per_word), Cut(Axis.IN, per_word)
+    one_out, one_in = Cut(Axis.OUT), Cut(Axis.IN)
+    group = Cut(Axis.IN, quantization.tile_columns)
+    if quantization.packing is Packing.AWQ:
+        return {
+            "qweight": _words((one_in, packed_out)),
+            "scales": _floats((group, one_out)),
+            "qzeros": _words((group, packed_out)),
+        }
     order = PublishedTensor(
         dtypes=("I32", "I64"), cuts=(one_in,), is_optional=not quantization.must_have_order
     )
+    if quantization.packing is Packing.GPTQ:
+        return {
+            "qweight": _words((packed_in, one_out)),
+            "scales": _floats((group, one_out)),
+            "qzeros": _words((group, packed_out)),
+            "g_idx": order,
+        }
+    tensors = {
+        "weight_packed": _words((one_out, packed_in)),
+        "weight_scale": _floats(() if quantization.tile_rows is None else (one_out, group)),
+    }
+    if quantization.has_zero_points:
+        tensors["weight_zero_point"] = _words((packed_out, group))
+    return tensors | {"weight_g_idx": order}
+
+
+def _tensors_of_fp4(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """Pairs of numbers in bytes; scales of groups, which two ranks may share."""
+    one_out, group = Cut(Axis.OUT), Cut(Axis.IN, quantization.tile_columns, may_be_cut=True)
+    pairs = PublishedTensor(dtypes=("U8",), cuts=(one_out, Cut(Axis.IN, _PER_BYTE)))
+    is_mx = quantization.packing in MXFP4_PACKINGS
+    dtypes = ("U8", "F8_E8M0") if is_mx else ("F8_E4M3",)
+    scales = PublishedTensor(dtypes=dtypes, cuts=(one_out, group))
     match quantization.packing:
-        case Packing.FP8:
-            tile: tuple[Cut, ...] = (Cut(Axis.OUT, quantization.tile_rows), group)
-            is_single = quantization.tile_rows is None
-            scale_dtypes = (*DENSE_DTYPES, "F8_E8M0")  # that of scale_fmt ue8m0
-            return {
-                "weight": PublishedTensor(dtypes=("F8_E4M3",), cuts=(one_out, one_in)),
-                quantization.scale_name: PublishedTensor(
-                    dtypes=scale_dtypes, cuts=() if is_single else tile
-                ),
-            }
-        case Packing.ONLINE_FP8:
-            return {"weight": _floats((one_out, one_in))}
-        case Packing.COMPRESSED_INT4:
-            is_single = quantization.tile_rows is None
-            tensors = {
-                "weight_packed": _words((one_out, packed_in)),
-                "weight_scale": _floats(() if is_single else (one_out, group)),
-            }
-            if quantization.has_zero_points:
-                tensors["weight_zero_point"] = _words((packed_out, group))
-            return tensors | {"weight_g_idx": order}
-        case Packing.AWQ:
-            return {
-                "qweight": _words((one_in, packed_out)),
-                "scales": _floats((group, one_out)),
-                "qzeros": _words((group, packed_out)),
-            }
-        case Packing.GPTQ:
-            return {
-                "qweight": _words((packed_in, one_out)),
-                "scales": _floats((group, one_out)),
-                "qzeros": _words((group, packed_out)),
-                "g_idx": order,
-            }
         case Packing.MXFP4:
-            pairs = PublishedTensor(dtypes=("U8",), cuts=(one_out, Cut(Axis.IN, _PER_BYTE)))
-            scales = PublishedTensor(dtypes=("U8", "F8_E8M0"), cuts=(one_out, group))
             return {"weight_packed": pairs, "weight_scale": scales}
-        case Packing.NVFP4 | Packing.MODELOPT_NVFP4:
-            pairs = PublishedTensor(dtypes=("U8",), cuts=(one_out, Cut(Axis.IN, _PER_BYTE)))
-            scales = PublishedTensor(dtypes=("F8_E4M3",), cuts=(one_out, group))
-            if quantization.packing is Packing.NVFP4:
-                names = ("weight_packed", "weight_scale", "weight_global_scale")
-            else:
-                names = ("weight", "weight_scale", "weight_scale_2")
-            return dict(zip(names, (pairs, scales, _floats(())), strict=True))
+        case Packing.QUARK_MXFP4:
+            return {"weight": pairs, "weight_scale": scales}
+        case Packing.NVFP4:
+            names = ("weight_packed", "weight_scale", "weight_global_scale")
+        case _:
+            names = ("weight", "weight_scale", "weight_scale_2")
+    return dict(zip(names, (pairs, scales, _floats(())), strict=True))
 
 
 def _floats(cuts: tuple[Cut, ...]) -> PublishedTensor:
@@ -234,7 +264,7 @@ def check_shares(spec: ModelSpec, rank: Rank, *, is_on_gpu: bool = False) -> Non
                 continue
             if rank.size > 1:
                 _check_parts(tensor, quantization, rank)
-            is_decoded = tensor.is_decoded or is_cut_in_order(tensor, quantization, rank)
+            is_decoded = tensor.is_decoded or is_made_matrix(tensor, quantization, rank)
             if is_on_gpu and not is_decoded:
                 _check_kernels(tensor, quantization, rank)
 
@@ -259,6 +289,11 @@ def is_cut_in_order(tensor: StackedTensor, quantization: Quantization, rank: Ran
     """
     shares_inputs = rank.size > 1 and tensor.split is Split.COLUMNS
     return shares_inputs and quantization.must_have_order
+
+
+def is_made_matrix(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> bool:
+    """Whether a rank decodes the tensor when it is loaded, and computes with the matrix."""
+    return quantization.is_made_matrix or is_cut_in_order(tensor, quantization, rank)
 
 
 def _check_kernels(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> None:
@@ -303,18 +338,27 @@ def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | No
 
 
 def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: list[str]) -> None:
-    """FP8 tiles may be cut short by the end; groups and words of 4-bit numbers may not."""
+    """FP8 tiles may be cut short by the end; groups and words of integers may not."""
     num_columns = tensor.num_columns
     assert num_columns is not None
     if quantization.packing in FP8_PACKINGS:
         return
-    columns = math.lcm(quantization.tile_columns or 1, 2 * _PER_WORD)
+    rows, columns = _whole_sizes(quantization)
     for module, num_rows in zip(modules, tensor.num_rows.values(), strict=True):
-        if num_columns % columns or num_rows % _PER_WORD:
+        if num_columns % columns or num_rows % rows:
             raise ConfigError(
                 f"quantization_config: {module} has {num_rows} outputs and {num_columns} inputs;"
-                f" 4-bit weights need multiples of {_PER_WORD} and of {columns}"
+                f" these weights need multiples of {rows} and of {columns}"
             )
+
+
+def _whole_sizes(quantization: Quantization) -> tuple[int, int]:
+    """Outputs and inputs of which a map must have a multiple."""
+    group = quantization.tile_columns or 1
+    if quantization.packing is Packing.INT8:
+        return 1, group
+    per_word = _WORD_BITS // quantization.bits
+    return per_word, math.lcm(group, per_word if quantization.is_made_matrix else _INT4_COLUMNS)
 
 
 def needed_tensors(spec: ModelSpec) -> dict[str, NeededTensor]:
@@ -385,7 +429,7 @@ def weight_bytes(
                 continue
             is_kept = (keeps_quantised or tensor.num_experts is not None) and not tensor.is_decoded
             quantization = quantization_of(spec, tensor) if is_kept else None
-            if quantization is not None and is_cut_in_order(tensor, quantization, rank):
+            if quantization is not None and is_made_matrix(tensor, quantization, rank):
                 quantization = None
             plain = _FLOAT32_BYTES if tensor.is_float32 else element_bytes
             each = plain if quantization is None else _bytes_each(quantization, tensor)
@@ -397,6 +441,6 @@ def _bytes_each(quantization: Quantization, tensor: StackedTensor) -> float:
     """Bytes of a weight with its part of a scale."""
     tile = (quantization.tile_rows or 1) * (quantization.tile_columns or tensor.num_columns or 1)
     if quantization.packing in FP4_PACKINGS:  # a scale is a byte
-        has_factors = quantization.packing is not Packing.MXFP4
+        has_factors = quantization.packing not in MXFP4_PACKINGS
         return 0.5 + 1 / tile + has_factors * _SCALE_BYTES / (tensor.num_columns or 1)
     return (1 if quantization.packing in FP8_PACKINGS else 0.5) + _SCALE_BYTES / tile

@@ -29,6 +29,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "Qwen3MoeForCausalLM": build_decoder,
     "DeepseekV2ForCausalLM": build_decoder,
     "DeepseekV3ForCausalLM": build_decoder,
+    "Glm4MoeLiteForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
     "Gemma2ForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,

@@ -43,5 +43,7 @@ def read_source(
 
 
 def _cut(file: Any, source: Source, share: tuple[slice, ...]) -> Tensor:  # noqa: ANN401
-    tensor: Tensor = file.get_slice(source.name)[share]
+    stored = file.get_slice(source.name)
+    # Dimensions of 1 at the end may be left out: the scales of [out, 1] are often [out].
+    tensor: Tensor = stored[share[: len(stored.get_shape())]]
     return tensor

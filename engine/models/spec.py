@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 from engine.kv.layout import ComputeDtype, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
-from engine.models.latent_spec import LatentSpec, read_latent
+from engine.models.latent_spec import DEEPSEEK, GLM, LatentDefaults, LatentSpec, read_latent
 from engine.models.layer_windows import (
     alternating_windows,
     qwen2_moe_windows,
@@ -26,18 +26,15 @@ from engine.models.mixture_spec import (
     MixtureSpec,
     read_deepseek_v2,
     read_deepseek_v3,
+    read_glm4_moe_lite,
     read_gpt_oss,
     read_mixtral,
     read_qwen2_moe,
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import (
-    GPT_OSS_MXFP4,
-    ONLINE_FP8,
-    Quantization,
-    read_quantization,
-)
+from engine.models.quantization import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
+from engine.models.quantization_config import read_quantization
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
 from engine.ranks.rank import Rank
 
@@ -174,6 +171,7 @@ class _Family:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     is_gemma: bool = False
+    file_prefix: str = ""
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -320,25 +318,47 @@ def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _gemma3_with_vision(config: ConfigFile, num_layers: int) -> _Family:
+    return replace(_gemma3(config, num_layers), file_prefix="language_model.")
+
+
 def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
-    return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
+    mixture = read_deepseek_v2(config, num_layers)
+    return _deepseek(config, num_layers, mixture, DEEPSEEK, is_interleaved=True)
 
 
 def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
+    mixture = read_deepseek_v3(config, num_layers)
+    return _like_deepseek_v3(config, num_layers, mixture, DEEPSEEK)
+
+
+def _glm4_moe_lite(config: ConfigFile, num_layers: int) -> _Family:
+    mixture = read_glm4_moe_lite(config, num_layers)
+    family = _like_deepseek_v3(config, num_layers, mixture, GLM)
+    return replace(family, default_rms_norm_eps=1e-5)
+
+
+def _like_deepseek_v3(
+    config: ConfigFile, num_layers: int, mixture: MixtureSpec | None, default: LatentDefaults
+) -> _Family:
     # Absent and null differ here: transformers reads null as false.
     is_interleaved = config.flag("rope_interleave", not config.has_key("rope_interleave"))
-    mixture = read_deepseek_v3(config, num_layers)
-    family = _deepseek(config, num_layers, mixture, is_interleaved=is_interleaved)
+    family = _deepseek(config, num_layers, mixture, default, is_interleaved=is_interleaved)
     num_guessing = config.integer("num_nextn_predict_layers", 1, minimum=0)
     return replace(family, num_guessing_layers=num_guessing)
 
 
 def _deepseek(
-    config: ConfigFile, num_layers: int, mixture: MixtureSpec | None, *, is_interleaved: bool
+    config: ConfigFile,
+    num_layers: int,
+    mixture: MixtureSpec | None,
+    default: LatentDefaults,
+    *,
+    is_interleaved: bool,
 ) -> _Family:
     has_attention_bias = config.flag("attention_bias", False)
     latent = read_latent(
-        config, config.integer("num_attention_heads"), is_interleaved=is_interleaved
+        config, config.integer("num_attention_heads"), default, is_interleaved=is_interleaved
     )
     return _Family(
         has_qkv_bias=has_attention_bias,
@@ -374,9 +394,10 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
-    _WITH_VISION: _gemma3,
+    _WITH_VISION: _gemma3_with_vision,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -432,7 +453,7 @@ def load_spec(
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
-        file_prefix="language_model." if has_vision else "",
+        file_prefix=family.file_prefix,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
@@ -487,7 +508,7 @@ def _quantization(
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
-    published = read_quantization(config, has_head=has_head)
+    published = read_quantization(config, has_head=has_head, file_prefix=family.file_prefix)
     if asked == "auto":
         return published
     if published is not None:

@@ -29,7 +29,7 @@ from engine.models.spec import ModelSpec
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-DTYPE_BYTES |= {"F8_E8M0": 1, "U8": 1}
+DTYPE_BYTES |= {"F8_E8M0": 1, "U8": 1, "I8": 1}
 _METADATA = "__metadata__"
 
 

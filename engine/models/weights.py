@@ -10,6 +10,7 @@ in and copies them to the driver's own buffer. Copying to pinned buffers on seve
 that with the transfers. The buffers are the only memory that this takes on the host.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +29,14 @@ from engine.layers.linear import LinearWeight
 from engine.models.llama_weights import StackedTensor, layer_tensors, outer_tensors
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantization import Quantization
-from engine.models.quantized_loading import DecodedStack, PublishedPart, QuantizedStack
+from engine.models.quantized_loading import (
+    DecodedStack,
+    PublishedPart,
+    PublishedStack,
+    QuantizedStack,
+)
 from engine.models.quantized_tensors import (
-    is_cut_in_order,
+    is_made_matrix,
     needed_of_layer,
     needed_tensors,
     quantization_of,
@@ -41,6 +47,8 @@ from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights, find_tensors
 from engine.ranks.rank import WHOLE_MODEL, Rank
+
+logger = logging.getLogger(__name__)
 
 NUM_LANES = 4
 # Large enough that a transfer takes far longer than starting it, small enough to split a tensor.
@@ -220,28 +228,40 @@ def load_weights(
     Raises ConfigError naming file, tensor, expected and found shape.
     """
     files = check_weights(folder, spec)
+    _warn_of_matrices(folder, spec, dtype)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
     _fill(files, destinations, device)
     return weights
+
+
+def _warn_of_matrices(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+    if spec.quantization is not None and spec.quantization.is_made_matrix:
+        logger.warning(
+            "%s: no kernel multiplies by integers of 8 bits: its weights are made matrices in %s,"
+            " with the memory and the speed of an unquantised model; the same model in FP8, or"
+            " unquantised with model.quantization: fp8, takes half the memory",
+            folder,
+            dtype,
+        )
 
 
 def load_layer(
     folder: Path,
     spec: ModelSpec,
     layer: int,
-    beside: Mapping[str, StackedTensor],
+    extra: Mapping[str, StackedTensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
     rank: Rank = WHOLE_MODEL,
 ) -> tuple[LayerWeights, dict[str, Tensor]]:
-    """Load one rank's part of one layer, and of other tensors, by field, that are never quantised.
+    """Load one rank's part of one layer, and of `extra` tensors, by field.
 
-    Raises ConfigError as `load_weights` does.
+    extra: tensors that are never quantised. Raises ConfigError as `load_weights` does.
     """
-    files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(beside))
+    files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(extra))
     allocation = _Allocation(spec, dtype=dtype, device=device, rank=rank)
-    weights, others = allocation.layer(layer), allocation.dense(beside)
+    weights, others = allocation.layer(layer), allocation.dense(extra)
     _fill(files, allocation.destinations, device)
     return weights, others
 
@@ -348,9 +368,9 @@ class _Allocation:
             allocated[field] = tensor
         return allocated
 
-    def _stack(self, tensor: StackedTensor, how: Quantization) -> QuantizedStack:
-        is_cut = is_cut_in_order(tensor, how, self._rank)
-        kind = DecodedStack if is_cut else QuantizedStack
+    def _stack(self, tensor: StackedTensor, how: Quantization) -> PublishedStack:
+        is_matrix = is_made_matrix(tensor, how, self._rank)
+        kind = DecodedStack if is_matrix else QuantizedStack
         return kind(tensor, how, dtype=self._dtype, device=self._device, rank=self._rank)
 
     def layer(self, index: int) -> LayerWeights:
@@ -369,7 +389,7 @@ class _Allocation:
 
 def _layer(
     tensors: Mapping[str, Tensor],
-    stacks: Mapping[str, QuantizedStack],
+    stacks: Mapping[str, PublishedStack],
     mixture: MixtureSpec | None,
 ) -> LayerWeights:
     def linear(field: str) -> LinearWeight:

@@ -7,6 +7,8 @@ Before the model loads, by what is known of device and model (`choose_sizes`):
                             512 to 8,192, at most 64 tokens for each multiprocessor, whose tensors
                             take at most 2 % of the memory; 512 on a CPU
     batch_prefill_max_rows  128, halved until the graphs' logits take at most 5 % of the memory
+    max_graph_tokens        of steps with drafts, on a GPU: all rows' with `max_drafts` each, 512
+                            and a step's at most, halved likewise; 0 where there is no drafter
 
 Once it has loaded, by steps that were measured (`choose_limits`). The unit is a decode step of up
 to 16 rows with a short history: mostly the time to read the weights, which any step takes.
@@ -26,7 +28,7 @@ visibly stop. Numbers that the configuration has are kept. Knows no tensors.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from configs.resolved import ResolvedLaps, ResolvedScheduler, resolve_laps, resolve_scheduler
@@ -35,7 +37,7 @@ from engine.cost_model import StepWork
 from engine.errors import ConfigError
 from engine.kv.layout import KvLayout
 from engine.models.spec import ModelSpec
-from engine.runner.graph_sizes import FEW_ROWS, ragged_sizes
+from engine.runner.graph_sizes import FEW_ROWS, ragged_sizes, verify_sizes
 from kernels.device import DeviceProperties, why_unsupported
 
 CPU_BLOCKS = 2048  # default for cache.num_blocks on a CPU
@@ -50,6 +52,9 @@ _CPU_STEP_TOKENS = 512
 _TOKENS_PER_SM = 64
 _ACTIVATIONS_SHARE = 0.02
 _LOGITS_SHARE = 0.05
+# 64 rows of seven drafts. On an H200 the device takes 13 ms for more, which hides their launches.
+_MAX_VERIFY_TOKENS = 512
+_VERIFY_KEY = "speculation.max_graph_tokens"
 _STEP_TOKEN_MULTIPLE = 64
 
 _QUEUE_S = 5.0
@@ -145,7 +150,13 @@ class StepSizes:
     max_rows: int
     max_tokens: int
     max_graph_rows: int  # of a prompt step that replays a ragged graph
+    max_verify_tokens: int = 0  # of a step with drafts that replays a graph of its own; 0 = none
     choices: tuple[Choice, ...] = ()
+
+    def without_verification(self) -> "StepSizes":
+        """The same where no step with drafts is captured."""
+        choices = tuple(choice for choice in self.choices if choice.key != _VERIFY_KEY)
+        return replace(self, max_verify_tokens=0, choices=choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +201,12 @@ class Limits:
 # ---- before the model loads ----------------------------------------------------------------------
 
 
-def choose_sizes(config: AppConfig, device: DeviceProperties, model: Footprint) -> StepSizes:
+def choose_sizes(
+    config: AppConfig, device: DeviceProperties, model: Footprint, *, decodes: bool = True
+) -> StepSizes:
     """The sizes to build an executor for.
 
+    decodes: whether it has steps with drafts, if there is a drafter: prefill workers have none.
     Raises ConfigError for a GPU that no model runs on, or whose memory the weights alone exceed.
     """
     reason = why_unsupported(device)
@@ -220,8 +234,19 @@ def choose_sizes(config: AppConfig, device: DeviceProperties, model: Footprint) 
         most = _graph_rows(device, model, rows=rows, tokens=tokens)
         why = f"logits of {_logits_bytes(model, tokens, most) / 2**20:,.0f} MiB"
         graph_rows = choose("laps.batch_prefill_max_rows", most, why)
+    verify_tokens = config.speculation.max_graph_tokens
+    if verify_tokens == "auto":
+        verify_tokens = 0
+        if decodes and device.is_gpu and config.speculation.drafter != "none":
+            most = _verify_tokens(config, device, model, rows=rows, tokens=tokens)
+            why = f"logits of {_verify_logits_bytes(model, rows, most) / 2**20:,.0f} MiB"
+            verify_tokens = choose(_VERIFY_KEY, most, why)
     return StepSizes(
-        max_rows=rows, max_tokens=tokens, max_graph_rows=graph_rows, choices=tuple(choices)
+        max_rows=rows,
+        max_tokens=tokens,
+        max_graph_rows=graph_rows,
+        max_verify_tokens=verify_tokens,
+        choices=tuple(choices),
     )
 
 
@@ -273,6 +298,22 @@ def _graph_rows(device: DeviceProperties, model: Footprint, *, rows: int, tokens
 def _logits_bytes(model: Footprint, tokens: int, graph_rows: int) -> int:
     sizes = ragged_sizes(graph_rows, tokens, max_graph_rows=graph_rows).sizes
     return sum(size.num_rows for size in sizes) * model.logits_bytes
+
+
+def _verify_tokens(
+    config: AppConfig, device: DeviceProperties, model: Footprint, *, rows: int, tokens: int
+) -> int:
+    """Such a graph keeps the logits of all its tokens."""
+    most = min(rows * (1 + config.speculation.max_drafts), tokens, _MAX_VERIFY_TOKENS)
+    while most > 1 and (
+        _verify_logits_bytes(model, rows, most) > _LOGITS_SHARE * device.memory_bytes
+    ):
+        most //= 2
+    return most
+
+
+def _verify_logits_bytes(model: Footprint, rows: int, most: int) -> int:
+    return sum(size.num_lines for size in verify_sizes(rows, most)) * model.logits_bytes
 
 
 # ---- when it has loaded --------------------------------------------------------------------------

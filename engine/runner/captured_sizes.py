@@ -63,15 +63,17 @@ def build_verify_sizes(
     asked: SpeculationConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
 ) -> list[GraphSize]:
     """The steps with drafts to capture. ConfigError if requested but impossible."""
-    if asked.max_graph_tokens == 0:
+    if asked.drafter == "none" or sizes.max_verify_tokens == 0:
         return []
     if not (uses_graphs and attention.can_capture_verification):
+        if asked.max_graph_tokens == "auto":
+            return []
         raise ConfigError(
             "speculation.max_graph_tokens: the backend that verifies cannot be captured; set"
             " speculation.attention_backend to decode with model.attention.decode triton, or"
             " model.attention.prefill to flash_attn or triton, or leave the key out"
         )
-    most = min(sizes.max_rows * (1 + asked.max_drafts), sizes.max_tokens, asked.max_graph_tokens)
+    most = min(sizes.max_rows * (1 + asked.max_drafts), sizes.max_tokens, sizes.max_verify_tokens)
     return verify_sizes(sizes.max_rows, most) if most > 1 else []
 
 

@@ -17,9 +17,9 @@ from engine.layers.context import Comm, ForwardContext
 from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
-from engine.runner.inputs import StepBuffers, row_tensors
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.split_decodes import MakeContext, SplitDecodes
+from engine.runner.step_buffers import StepBuffers, row_tensors
 from engine.runner.two_batches import TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from engine.kv.tables import BlockTables
 from engine.plan import StepPlan
 from engine.runner.graph_sizes import GraphSize
-from engine.runner.inputs import HostFields, InputBatch, RequestRows, StepBuffers
+from engine.runner.inputs import InputBatch
+from engine.runner.request_rows import RequestRows
+from engine.runner.step_buffers import HostFields, StepBuffers
 from kernels.attention.protocol import AttentionStep
 
 _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)

@@ -39,9 +39,10 @@ class DpStep:
 class DpSteps:
     """Reads the plans of all ranks for one of them."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, *, is_ordered: bool = False) -> None:
+        """is_ordered: as of `RowExchange`."""
         self._comm = comm
-        self.is_ordered = False  # as of `RowExchange`
+        self._is_ordered = is_ordered
 
     def of(self, plan: StepPlan) -> DpStep:
         """plan: of all ranks (`of_ranks`); or of one, if every rank has the same."""
@@ -70,12 +71,12 @@ class DpSteps:
     def exchange(self, step: DpStep, num_rows: Sequence[int]) -> RowExchange:
         """num_rows: of each rank, in a step that replays no graph, or in a half of it."""
         return RowExchange.of_rows(
-            self._comm, num_rows, has_prompts=not step.is_decode, is_ordered=self.is_ordered
+            self._comm, num_rows, has_prompts=not step.is_decode, is_ordered=self._is_ordered
         )
 
     def padded(self, num_rows: int) -> RowExchange:
         """Of a graph of so many tokens."""
-        return RowExchange.padded(self._comm, num_rows, is_ordered=self.is_ordered)
+        return RowExchange.padded(self._comm, num_rows, is_ordered=self._is_ordered)
 
 
 def _num_lines(plan: StepPlan) -> int:

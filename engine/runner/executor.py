@@ -23,21 +23,17 @@ from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.dp_meetings import DpMeetings, Meeting
 from engine.runner.dp_steps import DpStep, DpSteps
+from engine.runner.executor_options import DEFAULT_OPTIONS, ExecutorOptions
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.forward_passes import ForwardPasses
 from engine.runner.graph_sizes import GraphSize, PromptSizes
 from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
-from engine.runner.inputs import (
-    InputBatch,
-    RequestRows,
-    StepBuffers,
-    write_idle_batch,
-    write_input_batch,
-)
+from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
+from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
     NOTHING_ALLOWED,
     ComputedStep,
@@ -51,13 +47,13 @@ from engine.runner.results import (
 from engine.runner.row_texts import RowTexts, text_bytes
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
+from engine.runner.step_buffers import StepBuffers
 from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler, SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens
-from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
@@ -81,26 +77,30 @@ class Executor:
         max_num_batched_tokens: int,
         sampler: RowSampler,
         attention: Phases,
-        sends_blocks: bool = False,
+        options: ExecutorOptions = DEFAULT_OPTIONS,
         comm: Comm = SINGLE_RANK,
     ) -> None:
-        """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
+        """comm: to the other ranks of `model`; each has an executor and launches the same plans.
 
-        comm: to the other ranks of `model`; each has an executor and launches the same plans.
+        Raises ConfigError for a second stream of a model without shared experts.
         """
+        _check_options(options, model, layout)
         limit = model.rotary.max_tokens
         assert max_model_len <= limit, f"{max_model_len} tokens for a model built for {limit}"
         self.layout = layout
-        self._dp = DpSteps(comm) if model.spec.has_dp_attention else None
+        is_ordered = options.sums_in_order
+        self._dp = DpSteps(comm, is_ordered=is_ordered) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
         store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._passes = ForwardPasses(
-            model, store, attention, self._comm, self._dp, max_rows=max_rows
+            model, store, attention, self._comm, self._dp, max_rows=max_rows, options=options
         )
-        self._sends_blocks = sends_blocks
+        self._sends_blocks = options.sends_blocks
         self._max_rows = max_rows
         self._max_tokens = max_num_batched_tokens
-        self._max_samples = max_rows
+        self._max_row_samples = 1 + options.max_drafts
+        most = min(max_rows * self._max_row_samples, max_num_batched_tokens)
+        self._max_samples = max(max_rows, most)
         self._max_model_len = max_model_len
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
         tokens = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
@@ -112,17 +112,17 @@ class Executor:
             num_blocks=num_blocks,
         )
         self._num_in_flight = 2
-        self._table = TokenTable(max_rows, 0, model.device)
+        self._table = TokenTable(max_rows, options.max_drafts, model.device)
         self.guesses: StepGuesses | None = None  # None = all drafts come from the host
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
         self._graphs = StepGraphSet(max_rows, self._step_buffers)
         self._meetings = DpMeetings(self._dp, self._graphs, attention) if self._dp else None
         self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
-        self._max_row_samples = 1
         self._decode_run: DecodeRun | None = None
         self._keeper: ExportKeeper | None = None
-        self._shared_stream: SharedExpertStream | None = None
+        second = options.second_stream_tokens
+        self._shared_stream = SharedExpertStream(model, second) if second else None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
     @property
@@ -164,28 +164,6 @@ class Executor:
             self.model, rule, threshold=threshold, block_size=block_size
         )
 
-    def use_kv_scales(self, scales: KvScales) -> None:
-        """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
-        assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
-        self._passes.kv_scales = scales
-
-    def exchange_tokens(self, min_tokens: int) -> None:
-        """From now on, steps of at least so many tokens share them out between ranks.
-
-        The model must be able to; see `CausalLM.exchange_operations`. Graphs do so if it can be
-        captured: call it before they are. All ranks get the same.
-        """
-        assert self.model.can_exchange, "the model's ranks have no whole experts"
-        self._passes.min_exchanged = min_tokens
-
-    def sum_in_order(self) -> None:
-        """From now on ranks with rows of their own add up what experts give in the ranks' order.
-
-        So a row's bits do not depend on the others. Call it before graphs are captured.
-        """
-        if self._dp is not None:
-            self._dp.is_ordered = True
-
     @property
     def may_split(self) -> bool:
         """Whether a step may be computed as two batches."""
@@ -196,22 +174,6 @@ class Executor:
         """Only after `overlap_two_batches`."""
         assert self._passes.two_batches is not None, "no step is computed as two batches"
         return self._passes.two_batches
-
-    def use_second_stream(self, max_tokens: int) -> None:
-        """Graphs of up to so many tokens compute shared experts in a stream of their own.
-
-        Call it before graphs are captured. Raises ConfigError for a model without shared experts.
-        """
-        self._shared_stream = SharedExpertStream(self.model, max_tokens)
-
-    def allow_drafts(self, max_drafts: int) -> None:
-        """Make room for so many drafts a row; call it before graphs are captured and steps run."""
-        self._max_row_samples = 1 + max_drafts
-        most = min(self._max_rows * (1 + max_drafts), self._max_tokens)
-        self._max_samples = max(self._max_rows, most)
-        self._buffers = self._step_buffers(self._max_tokens)
-        self._slots = StepSlots(self._max_samples, self.model.device)
-        self._table = TokenTable(self._max_rows, max_drafts, self.model.device)
 
     @property
     def can_plan_ahead(self) -> bool:
@@ -569,6 +531,13 @@ class Executor:
             max_samples=self._max_samples,
             num_in_flight=self._num_in_flight,
         )
+
+
+def _check_options(options: ExecutorOptions, model: CausalLM, layout: KvLayout) -> None:
+    is_fp8 = layout.dtype == "fp8_e4m3"
+    assert is_fp8 or options.kv_scales is None, f"scales for {layout}"
+    can_exchange = model.can_exchange or options.min_exchanged_tokens is None
+    assert can_exchange, "the model's ranks have no whole experts"
 
 
 def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:

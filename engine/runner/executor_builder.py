@@ -29,6 +29,7 @@ from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.calibration import Room
 from engine.runner.captured_sizes import build_prompt_sizes, build_verify_sizes, replays_graphs
 from engine.runner.executor import Executor
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.graphs import CudaRecorder, Recorder
@@ -74,10 +75,10 @@ class ExecutorBuilder:
         """`spec`, `layout`: of the part of this rank. `sizes`: of the largest steps, on all ranks.
 
         `model`: built before from an equal model section; None = load its weights here.
-        `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
-        `Executor`. `num_staged`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2, KV
-        heads of all ranks] for a layout of e4m3 numbers. Raises ConfigError if model, backend and
-        device do not go together.
+        `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as of
+        `ExecutorOptions`. `num_staged`: as of `num_blocks_that_fit`. `kv_scales`: fp32 [layers, 2,
+        KV heads of all ranks] for a layout of e4m3 numbers. Raises ConfigError if model, backend
+        and device do not go together.
         """
         self._config = config
         self._spec = spec
@@ -194,21 +195,15 @@ class ExecutorBuilder:
             max_num_batched_tokens=sizes.max_tokens,
             sampler=self._build_sampler(sizes.max_rows),
             attention=attention,
-            sends_blocks=self._sends_blocks,
+            options=self._options(),
             comm=self._comm,
         )
-        if self._kv_scales is not None:
-            executor.use_kv_scales(self._kv_scales)
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
-        self._choose_sums(executor)
-        if self._config.speculation.drafter != "none":
-            executor.allow_drafts(self._config.speculation.max_drafts)
         if self._target is not None:
             executor.draft_for(self._target)
         if self._overlaps:
             self._overlap_two_batches(executor)
-        self._use_second_stream(executor)
         self._warm_up(executor, attention)
         given_back = held_again(self._device)
         recorder = None
@@ -240,28 +235,28 @@ class ExecutorBuilder:
         )
         del working_memory
 
-    def _choose_sums(self, executor: Executor) -> None:
-        """How ranks add up what whole experts give."""
-        min_exchanged = self._config.workers.expert_exchange_min_tokens
-        if min_exchanged is not None and self._model.can_exchange:
-            executor.exchange_tokens(min_exchanged)
-        if self._config.model.deterministic:
-            executor.sum_in_order()
-
     @property
     def _overlaps(self) -> bool:
         return self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1
 
-    def _use_second_stream(self, executor: Executor) -> None:
-        max_tokens = self._config.execution.dual_stream_token_threshold
-        if max_tokens == 0:
-            return
-        if not self._uses_graphs:
+    def _options(self) -> ExecutorOptions:
+        """Raises ConfigError for a second stream where no step replays a graph."""
+        config = self._config
+        second_stream_tokens = config.execution.dual_stream_token_threshold
+        if second_stream_tokens and not self._uses_graphs:
             raise ConfigError(
                 "execution.dual_stream_token_threshold: only steps that replay graphs use a second"
                 " stream, and here none does; set it to 0"
             )
-        executor.use_second_stream(max_tokens)
+        drafts, exchanged = config.speculation, config.workers.expert_exchange_min_tokens
+        return ExecutorOptions(
+            sends_blocks=self._sends_blocks,
+            kv_scales=self._kv_scales,
+            max_drafts=0 if drafts.drafter == "none" else drafts.max_drafts,
+            min_exchanged_tokens=exchanged if self._model.can_exchange else None,
+            sums_in_order=config.model.deterministic,
+            second_stream_tokens=second_stream_tokens,
+        )
 
     def _round_expert_inputs(self) -> None:
         from_tokens = self._config.execution.round_expert_inputs_from

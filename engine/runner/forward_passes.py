@@ -20,17 +20,17 @@ from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import Meeting
 from engine.runner.dp_steps import DpSteps
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.inputs import InputBatch
 from engine.runner.last_tokens import LastTokenSteps
 from engine.runner.two_batches import BatchPart, TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import resolve_input_ids
-from kernels.kv.scales import KvScales
 
 
 class ForwardPasses:
-    """Those of one executor; whoever owns it sets the attributes before the first step."""
+    """Those of one executor, which sets the attributes before the first step."""
 
     def __init__(
         self,
@@ -41,16 +41,17 @@ class ForwardPasses:
         dp: DpSteps | None,
         *,
         max_rows: int,
+        options: ExecutorOptions,
     ) -> None:
         """comm: as of `Executor.comm`. dp: None = all ranks have the same rows."""
         self.attention = attention
-        self.kv_scales: KvScales | None = None  # of this rank's KV heads; None = K, V as computed
         self.two_batches: TwoBatches | None = None  # None = no step is computed as two
-        self.min_exchanged: int | None = None  # tokens that ranks share out; None = never
         self.model = model
         self.kv_store = kv_store
         self._comm = comm
         self._dp = dp
+        self._kv_scales = options.kv_scales
+        self._min_exchanged = options.min_exchanged_tokens
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
 
     def forward(
@@ -118,12 +119,12 @@ class ForwardPasses:
             comm=self._comm,
             rows=self._dp.padded(len(slots)) if self._dp else None,  # unless the caller knows more
             fused_sums=self._comm.fused_sums,
-            kv_scales=self.kv_scales,
+            kv_scales=self._kv_scales,
         )
 
     def exchanges(self, num_tokens: int) -> bool:
         """Whether ranks share out the tokens of a step of so many."""
-        return self.min_exchanged is not None and num_tokens >= self.min_exchanged
+        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
 
     def _split(self, batch: InputBatch) -> BatchSplit | None:
         return None if self.two_batches is None else self.two_batches.split(batch)

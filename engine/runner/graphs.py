@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.runner.graph_sizes import GraphSize, PromptForm, PromptSizes
-from engine.runner.inputs import StepBuffers
+from engine.runner.step_buffers import StepBuffers
 from kernels.attention.protocol import AttentionStep
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,13 @@ from torch import Tensor
 
 from engine.kv.tables import concat_ranges
 from engine.plan import StepPlan
-from engine.runner.inputs import InputBatch, StepBuffers
+from engine.runner.inputs import InputBatch
 from engine.runner.results import StepTensors
+from engine.runner.step_buffers import StepBuffers
 from engine.sampling.staging import Staging
 from kernels.attention.phased import Phases
-from kernels.guesses import GuessedLines, PlannedStep, RowMoves, RowStates, accept, following, move
+from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
+from kernels.guesses import accept, following, move
 
 
 class TokenTable:

@@ -4,233 +4,24 @@ Batch order differs from plan order: rows with one new token come first, ordered
 then the others, those of a few tokens first where attention tells them apart. So attention works on
 contiguous ranges. `plan_rows` maps back to plan order.
 
-All integers of a step are in one buffer (`StepBuffers`): written on the host, sent in one copy,
-read in place on the device.
-
-    cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | sampled_lines [S]
-    | logit_indices [S] | input_ids [T] | positions [T] | slots [T] | block_ids [N]
-
-The offsets never change, so a CUDA graph may read them. The block ids come last, so that only the
-used part is sent. The host side is a ring of pinned buffers: one is written while the copy of an
-earlier one may still be queued in the stream.
-
-`RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
-sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
-reads the newest from a table on the device. A token whose K and V are in the store is not needed
-again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Drafts
-that only the device has are read from its table, too.
+The integers are written into step_buffers.py's memory; token ids come from request_rows.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import le
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.layout import KvLayout
 from engine.kv.tables import BlockTables, concat_ranges
-from engine.plan import NEWEST, StepPlan
+from engine.plan import StepPlan
 from engine.runner.graph_sizes import GraphSize
-from kernels.attention.protocol import AttentionStep, RowTensors
-
-# Copies that may be in flight while one is written: for the step that computes, and for the one
-# launched after it.
-_IN_FLIGHT = 2
-_ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
-
-
-class StepBuffers:
-    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens, `max_block_ids` blocks."""
-
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_tokens: int,
-        max_block_ids: int,
-        device: torch.device,
-        max_samples: int | None = None,
-        num_in_flight: int = _IN_FLIGHT,
-    ) -> None:
-        """max_samples: of one step; None = one for each row.
-
-        num_in_flight: steps that may be launched and not waited for while one is written.
-        """
-        max_samples = max_rows if max_samples is None else max_samples
-        self.max_rows = max_rows
-        self.max_tokens = max_tokens
-        sizes = {
-            "cu_tokens": max_rows + 1,
-            "num_keys": max_rows,
-            "cu_blocks": max_rows + 1,
-            "sampled_rows": max_samples,
-            "sampled_lines": max_samples,
-            "logit_indices": max_samples,
-            "input_ids": max_tokens,
-            "positions": max_tokens,
-            "slots": max_tokens,
-            "block_ids": max_block_ids,
-        }
-        self._starts: dict[str, int] = {}
-        length = 0
-        for name, size in sizes.items():
-            self._starts[name] = length
-            length += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._sizes = sizes
-        is_cuda = device.type == "cuda"
-        self._ring = [
-            torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
-            for _ in range(num_in_flight + 1)
-        ]
-        self._fields = [self._fields_of(memory.numpy()) for memory in self._ring]
-        self._turn = 0
-        self._num_sent = 0
-        self._sent = torch.zeros(length, dtype=torch.int32, device=device)
-
-    def write(self) -> "HostFields":
-        """The next host buffer, to be filled; its previous content was sent a round ago."""
-        self._turn = (self._turn + 1) % len(self._ring)
-        return self._fields[self._turn]
-
-    def write_again(self) -> "HostFields":
-        """The next host buffer, filled with what was sent last."""
-        last = self._fields[self._turn].memory
-        fields = self.write()
-        fields.memory[: self._num_sent] = last[: self._num_sent]
-        return fields
-
-    def send(self, num_block_ids: int) -> None:
-        """Queue the copy of the current host buffer, including the block ids, to the device."""
-        self._num_sent = end = self._starts["block_ids"] + num_block_ids
-        self._sent[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
-
-    def on_device(self, name: str, size: int | None = None) -> Tensor:
-        """int32 [size], a view of the same memory for every step; None: the whole field."""
-        start = self._starts[name]
-        return self._sent[start : start + (self._sizes[name] if size is None else size)]
-
-    def _fields_of(self, memory: NDArray[np.int32]) -> "HostFields":
-        return HostFields(
-            memory,
-            {
-                name: memory[start : start + self._sizes[name]]
-                for name, start in self._starts.items()
-            },
-        )
-
-
-class HostFields:
-    """One host buffer's fields by name, as numpy views to write into."""
-
-    def __init__(self, memory: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]) -> None:
-        """`fields` are views of `memory`, all of one host buffer."""
-        self.memory = memory
-        self._fields = fields
-
-    def __getitem__(self, name: str) -> NDArray[np.int32]:
-        return self._fields[name]
-
-
-class RequestRows:
-    """Token ids by row; a row is free or occupied."""
-
-    def __init__(self, *, max_rows: int, max_model_len: int) -> None:
-        # [max_rows, max_model_len]
-        self._token_ids: NDArray[np.int32] = np.zeros((max_rows, max_model_len), dtype=np.int32)
-        # [max_rows]; 0 = the row is free
-        self._num_known_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        # [max_rows]  the table holds the tokens [first, end) of each row
-        self._first_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        self._end_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-
-    def add(self, row: int, token_ids: Sequence[int], num_computed_tokens: int = 0) -> None:
-        """Occupy a free row with all its known tokens; the first `num_computed_tokens` have KV."""
-        assert not self.is_occupied(row), f"row {row} is occupied"
-        assert 0 < len(token_ids) <= self._token_ids.shape[1], (
-            f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
-        )
-        # Converting a long list is slow, so only the tokens that are still needed are converted.
-        first, end = num_computed_tokens, len(token_ids)
-        self._token_ids[row, first:end] = token_ids[first:]
-        self._first_given[row] = first
-        self._num_known_tokens[row] = self._end_given[row] = end
-
-    def put_drafts(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Write token_ids[r] behind the known tokens of each of `rows` [R], which are distinct.
-
-        The rows do not know them.
-        """
-        self._put(np.array(rows), token_ids)
-
-    def append(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Append token_ids[r], of a step with drafts, to each of `rows` [R], which are distinct."""
-        index = np.array(rows)
-        self._put(index, token_ids)
-        self._num_known_tokens[index] = self._end_given[index]
-
-    def _put(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
-        counts = np.array(list(map(len, token_ids)))
-        starts, size = self._num_known_tokens[rows], self._token_ids.shape[1]
-        ends = starts + counts
-        assert 0 < starts.min() <= ends.max() <= size, (
-            f"rows {rows.tolist()}: {counts.tolist()} tokens after {starts.tolist()} of {size}"
-        )
-        # These rows have sampled tokens that only the device has.
-        is_behind = self._end_given[rows] < starts
-        self._first_given[rows[is_behind]] = starts[is_behind]
-        places = concat_ranges(rows * size + starts, counts)
-        self._token_ids.reshape(-1)[places] = list(chain.from_iterable(token_ids))
-        self._end_given[rows] = ends
-
-    def remove(self, row: int) -> None:
-        assert self.is_occupied(row), f"row {row} is free already"
-        self._num_known_tokens[row] = 0
-
-    def count_sampled(self, rows: NDArray[np.int64]) -> None:
-        """Count one more token for each of `rows` [S >= 1], sampled by the step just launched."""
-        lengths = self._num_known_tokens[rows]
-        assert 0 < lengths.min() <= lengths.max() < self._token_ids.shape[1], (
-            f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
-            f" {self._token_ids.shape[1]}"
-        )
-        self._num_known_tokens[rows] = lengths + 1
-
-    def is_occupied(self, row: int) -> bool:
-        return bool(self._num_known_tokens[row] > 0)
-
-    def num_known_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of known tokens of each row, [R]; 0 for a free one."""
-        return self._num_known_tokens[rows]
-
-    def num_given_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of known tokens of each row and of its drafts, [R]."""
-        given: NDArray[np.int64] = np.maximum(self._num_known_tokens[rows], self._end_given[rows])
-        return given
-
-    def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token at each position of each row; both [T].
-
-        Negative: -1 - an index into the device's table of [1 + entries, max_rows + 1] tokens, whose
-        first line has each row's newest one.
-        """
-        first, end = self._first_given[rows], self._end_given[rows]
-        in_table = (first <= positions) & (positions < end)
-        token_ids = np.where(in_table, self._token_ids[rows, positions], NEWEST)
-        num_known = np.where(in_table, end, self._num_known_tokens[rows])
-        after = self._token_ids[rows, np.minimum(positions + 1, self._token_ids.shape[1] - 1)]
-        is_newest = (positions == num_known - 1) | (in_table & (after != NEWEST))
-        is_there = (token_ids != NEWEST) | is_newest
-        assert is_there.all(), (
-            f"rows {rows[~is_there].tolist()} compute tokens at {positions[~is_there].tolist()},"
-            " which they were not given and are not their newest"
-        )
-        lines = NEWEST - token_ids  # of the table
-        return np.where(token_ids >= 0, token_ids, -1 - (lines * (len(self._token_ids) + 1) + rows))
+from engine.runner.request_rows import RequestRows
+from engine.runner.step_buffers import HostFields, StepBuffers, row_tensors
+from kernels.attention.protocol import AttentionStep
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,7 +143,7 @@ def _begin(
     cu_blocks: NDArray[np.int64],
     block_ids: NDArray[np.int32],
     padded_to: GraphSize | None,
-) -> "HostFields":
+) -> HostFields:
     """The next host buffer, with all but the tokens of the rows written."""
     fields = buffers.write()
     fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
@@ -396,16 +187,6 @@ def _send(
         logit_indices=(
             buffers.on_device("logit_indices", num_sampled) if num_sampled < num_tokens else None
         ),
-    )
-
-
-def row_tensors(buffers: StepBuffers, num_rows: int) -> RowTensors:
-    """The first `num_rows` rows of `buffers` as attention reads them, with all block ids."""
-    return RowTensors(
-        cu_tokens=buffers.on_device("cu_tokens", num_rows + 1),
-        num_keys=buffers.on_device("num_keys", num_rows),
-        cu_blocks=buffers.on_device("cu_blocks", num_rows + 1),
-        block_ids=buffers.on_device("block_ids"),
     )
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from engine.kv.tables import concat_ranges
 from engine.plan import RowAdmission, StepPlan
 from engine.request import PromptLogprobs
-from engine.runner.inputs import InputBatch, RequestRows
+from engine.runner.inputs import InputBatch
+from engine.runner.request_rows import RequestRows
 from engine.sampling.logprobs import best_tokens
 from engine.sampling.staging import Staging
 

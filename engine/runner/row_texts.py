@@ -20,7 +20,8 @@ from engine.plan import NEWEST, StepPlan
 from engine.runner.guessed_rows import GuessedRows, TokenTable
 from engine.sampling.staging import Staging
 from engine.speculation.ngram import END, NgramRules
-from kernels.ngrams import RowEnds, look_up
+from kernels.guessed_steps import RowEnds
+from kernels.ngrams import look_up
 
 
 def text_bytes(max_rows: int, max_len: int, rules: NgramRules) -> int:

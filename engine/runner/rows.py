@@ -9,8 +9,8 @@ from itertools import chain, compress
 
 from engine.kv.tables import BlockTables
 from engine.plan import RowAdmission, StepPlan
-from engine.runner.inputs import RequestRows
 from engine.runner.prompt_logprobs import PromptLogprobRows
+from engine.runner.request_rows import RequestRows
 from engine.sampling.sampled import RowSampler
 
 

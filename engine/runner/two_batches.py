@@ -40,8 +40,9 @@ from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.batch_splits import BatchSplit, split_sequences, split_step, verifies_all
 from engine.runner.graphs import OverlapStatistics
-from engine.runner.inputs import InputBatch, RowCounts, StepBuffers, write_idle_batch
+from engine.runner.inputs import InputBatch, RowCounts, write_idle_batch
 from engine.runner.overlap_rule import OverlapRule
+from engine.runner.step_buffers import StepBuffers
 from kernels.attention.protocol import AttentionStep, RowTensors
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from engine.request import SamplingParams
 from engine.sampling.feature import Ahead, LogitFeature, positions_of, put, take
 from engine.sampling.staging import Staging
 from engine.sampling.truncation import SMALLEST_TEMPERATURE, MinP, Temperature, TopK, TopP
+from kernels.sampling.choices import Draws, GreedyChoice
 from kernels.sampling.noise import gumbel
-from kernels.sampling.rows import Draws, GreedyChoice, greedy
+from kernels.sampling.rows import greedy
 
 
 def signed_seed(seed: int) -> int:

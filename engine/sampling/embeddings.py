@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sampling.sampled import SampledTensors
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 class Embeddings:

@@ -12,7 +12,7 @@ from engine.request import SamplingParams
 from engine.sampling.feature import positions_of, take
 from engine.sampling.sampled import LabelTensors, LogprobTensors
 from engine.sampling.staging import Staging
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 class Labels:

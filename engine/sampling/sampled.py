@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.plan import TokenLogprobs
 from engine.request import SamplingParams
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from engine.sampling.logprobs import Labels, Logprobs
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
 from engine.sampling.sampled import SampledTensors
 from engine.sampling.staging import Staging
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from kernels.sampling.rows import greedy as greedy_choice
 
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -124,19 +124,19 @@ class StepBudget:
 
     # ---- for the queue ---------------------------------------------------------------------------
 
-    def fit(self, num_new: int, num_cached: int, *, beside: StepWork = NO_WORK) -> int:
+    def fit(self, num_new: int, num_cached: int, *, reserved: StepWork = NO_WORK) -> int:
         """Length of the longest chunk of this prompt that fits the token and time limits; may be 0.
 
-        `beside` is work of prompts without a grant yet that must fit as well.
+        `reserved` is work of prompts without a grant yet that must fit as well.
         """
-        max_tokens = min(num_new, self._num_tokens_left - beside.num_prompt_tokens)
+        max_tokens = min(num_new, self._num_tokens_left - reserved.num_prompt_tokens)
         if max_tokens <= 0:
             return 0
         if self._max_step_s is None:
             return max_tokens
         return self._costs.max_chunk_tokens(
             num_cached=num_cached,
-            beside=self._work.with_work(beside),
+            other_work=self._work.with_work(reserved),
             max_step_s=self._max_step_s,
             max_tokens=max_tokens,
         )

@@ -118,7 +118,7 @@ class Capacity:
                 return last, False
             if num_left < 0:
                 first = reserve.first_running_long(held)
-                return self._running.newest_beside(first), False
+                return self._running.newest_other_than(first), False
         if not waiting or self.is_outbox_full(for_short=True):
             return None, False
         return self._victim_for_waiting(short, long, held, num_left), True

@@ -357,7 +357,7 @@ class HostLoads:
         ):
             return False
         num_needed = num_missing + terms.num_spare_blocks
-        return self._cache.num_available_beside(found_ids) >= num_needed
+        return self._cache.num_available_without(found_ids) >= num_needed
 
     def _start(self, hashes: list[bytes], num_before: int, blocks: Sequence[Any]) -> _Load:
         held = self._cache.hold_prefix(hashes[:num_before])

@@ -205,12 +205,12 @@ class DualQueue:
         if not aged:
             return
         aged.sort(key=lambda pair: pair[0])
-        beside = NO_WORK
+        reserved = NO_WORK
         if self._config.mix == "fill":  # more requests than tokens cannot change the result
             first_short = islice(self._waiting["short"], budget.num_tokens_left)
-            beside = self._work(chain(short, first_short))
+            reserved = self._work(chain(short, first_short))
         ordered = [request for _, request in aged]
-        yield from self._offer(ordered, budget, "long", max_prompts=1, beside=beside)
+        yield from self._offer(ordered, budget, "long", max_prompts=1, reserved=reserved)
 
     def _offer(
         self,
@@ -219,18 +219,18 @@ class DualQueue:
         length_class: LengthClass,
         *,
         max_prompts: int | None = None,
-        beside: StepWork = NO_WORK,
+        reserved: StepWork = NO_WORK,
     ) -> Iterator[Candidate]:
         """Yield candidates in order until `max_prompts` have a chunk.
 
-        Chunks leave budget for `beside`, but keep at least half of what would fit without it.
+        Chunks leave budget for `reserved`, but keep at least half of what would fit without it.
         """
         num_prompts = 0
         offers = budget.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
         for request, max_tokens in offers:
-            if beside is not NO_WORK:
+            if reserved is not NO_WORK:
                 rest = self._rest(request)
-                max_tokens = max(budget.fit(*rest, beside=beside), budget.fit(*rest) // 2)
+                max_tokens = max(budget.fit(*rest, reserved=reserved), budget.fit(*rest) // 2)
             yield request, max_tokens
             if budget.num_granted(request) == 0:
                 continue

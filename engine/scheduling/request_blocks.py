@@ -69,7 +69,7 @@ class RequestBlocks:
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self.block_size]
         hit_ids = self._cache.match(hashes)
         num_missing = self.num_blocks_for(request) - len(hit_ids)
-        return num_missing + self._cache.num_available - self._cache.num_available_beside(hit_ids)
+        return num_missing + self._cache.num_available - self._cache.num_available_without(hit_ids)
 
     def acquire(
         self, request: Request, *, num_spare_blocks: int, max_new_blocks: int | None = None
@@ -84,7 +84,7 @@ class RequestBlocks:
         num_missing = self.num_blocks_for(request) - len(hit_ids)
         if max_new_blocks is not None and num_missing > max_new_blocks:
             return False
-        if self._cache.num_available_beside(hit_ids) < num_missing + num_spare_blocks:
+        if self._cache.num_available_without(hit_ids) < num_missing + num_spare_blocks:
             return False
         request.block_ids = self._cache.acquire_prefix(hashes)
         request.block_ids += self._allocate(num_missing)

@@ -178,7 +178,7 @@ class RunningRequests:
     def newest(self) -> Request:
         return next(reversed(self._all.values()))
 
-    def newest_beside(self, request: Request | None) -> Request:
+    def newest_other_than(self, request: Request | None) -> Request:
         """The newest request other than `request`; `request` itself if it is the only one."""
         return next((r for r in reversed(self._all.values()) if r is not request), self.newest)
 

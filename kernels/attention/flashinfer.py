@@ -11,7 +11,9 @@ Windows and fp16 are refused, because FlashInfer would compile kernels when the 
 
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.kv.scales import KvScales
+
+logger = logging.getLogger(__name__)
 
 _HEAD_DIMS = (64, 128)
 _FA3_HEAD_DIM = 128
@@ -55,6 +59,11 @@ def why_not(
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed; `pip install flashinfer-python` brings it"
     return None
+
+
+@cache  # a start builds attention several times
+def _tell_that_it_compiles() -> None:
+    logger.info("FlashInfer compiles kernels now unless its cache has them: that takes minutes")
 
 
 class _Staging:
@@ -104,6 +113,7 @@ class FlashInferAttention:
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
+        _tell_that_it_compiles()
         self._library: ModuleType = importlib.import_module("flashinfer")
         self._shape = shape
         self._block_size = block_size

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from functools import cache
 
 from kernels.attention.names import AttentionName
 
@@ -26,9 +27,14 @@ def installed_or_triton(chosen: AttentionName) -> AttentionName:
     """
     if chosen != "flash_attn" or flash_attn_home() is not None:
         return chosen
+    warn_of_triton()
+    return "triton"
+
+
+@cache  # a start builds attention several times
+def warn_of_triton() -> None:
     logger.warning(
         "model.attention.prefill: Triton's kernels compute prompts, since FlashAttention-3, with "
         "up to 1.5 times their rate on this GPU, is not installed; `pip install vllm` brings it, "
         "and `triton` in place of `auto` ends this warning"
     )
-    return "triton"

@@ -48,6 +48,12 @@ class LatentPrefillConfig:
     num_stages: int = 2
 
 
+def config_for(shape: LatentShape) -> LatentPrefillConfig:
+    """Wider heads than DeepSeek's have fewer keys a tile, for GPUs of 99 KiB of shared memory."""
+    is_wide = max(shape.nope_dim, shape.value_dim) > 128
+    return LatentPrefillConfig(tile_keys=32) if is_wide else LatentPrefillConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Some of the keys of a step's rows."""

@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
-from kernels.attention.latent_decode import (
-    LatentConfig,
-    LatentWork,
-    fitted_config,
-    latent_decode,
-    open_latent,
-    plan_latent,
-)
+from kernels.attention.latent_decode import latent_decode
 from kernels.attention.latent_prefill import (
     PIECE_BYTES,
     LatentPrefill,
     LatentPrefillConfig,
+    config_for,
     keys_a_piece,
     latent_prefill,
     plan_prefill,
     prefill_bytes,
     prepare_pieces,
+)
+from kernels.attention.latent_work import (
+    LatentConfig,
+    LatentWork,
+    fitted_config,
+    open_latent,
+    plan_latent,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
 from kernels.attention.token_rows import expand_rows, open_token_rows
@@ -97,7 +98,7 @@ class TritonLatent:
         self._decode_config = decode_config or fitted_config(
             shape, device_properties(device), whole_rows=fixed_tile
         )
-        self._prefill_config = prefill_config or LatentPrefillConfig()
+        self._prefill_config = prefill_config or config_for(shape)
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
 
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
-from kernels.attention.latent_decode import (
+from kernels.attention.latent_triton import attend_absorbed
+from kernels.attention.latent_work import (
     LatentConfig,
     LatentWork,
     fitted_config,
     open_latent,
     plan_latent,
 )
-from kernels.attention.latent_triton import attend_absorbed
 from kernels.attention.protocol import AttentionStep, RowTensors
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales

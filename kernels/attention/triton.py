@@ -10,15 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.attention.decode_items import DecodeConfig, DecodeWork, open_decode, plan_decode
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
-from kernels.attention.triton_decode import (
-    MIN_DOT_ROWS,
-    DecodeConfig,
-    DecodeWork,
-    decode_attention,
-    open_decode,
-    plan_decode,
-)
+from kernels.attention.triton_decode import MIN_DOT_ROWS, decode_attention
 from kernels.attention.triton_prefill import PrefillConfig, PrefillWork, prefill_attention
 from kernels.device import DeviceProperties, device_properties, stages_that_fit
 from kernels.kv.scales import KvScales

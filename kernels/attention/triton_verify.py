@@ -2,7 +2,7 @@
 
     query i of n sees the keys before num_keys - (n - 1 - i), and of those the last `window`
 
-The decode kernel's plan (`triton_decode`): a row's keys are split into items, and its last program
+The decode kernel's plan (`decode_items`): a row's keys are split into items, and its last program
 combines the parts. Here a program multiplies all queries of a row that share a KV head with each
 tile of keys, [queries x heads that share it] lines of one product: four queries of four heads fill
 the 16 lines that a product has at least. A part of a row may hold no key that some query sees; such
@@ -18,6 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.decode_items import (
+    ITEM_FIELDS,
+    DecodeConfig,
+    DecodeWork,
+    open_decode,
+    plan_decode,
+)
 from kernels.attention.eight_bits import (
     SHIFT,
     add_values,
@@ -30,14 +37,10 @@ from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton import check_supported, decode_config_for, fitted_decode
 from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
-    DecodeConfig,
-    DecodeWork,
     capped,
     check_store,
     key_offsets,
     layer_constants,
-    open_decode,
-    plan_decode,
     sink_scores,
     times_scale,
     with_sink,
@@ -47,7 +50,6 @@ from kernels.instructions import knows_e4m3
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
 
-_ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _COMBINED_COLUMNS = 1024  # numbers of a row's output that are combined at once
 _PART_TILE = 2  # parts at once
 _LINES_PER_WARP = 16
@@ -126,7 +128,7 @@ def _verify_kernel(
     block_ids_ptr,  # int32 [N], of all rows
     cu_tokens_ptr,  # int32 [R + 1]
     num_keys_ptr,  # int32 [R]
-    items_ptr,  # int32 [items, _ITEM_FIELDS], see `triton_decode`
+    items_ptr,  # int32 [items, ITEM_FIELDS], see `decode_items`
     partial_ptr,  # fp32 [items, kv_heads, MAX_QUERIES * NUM_GROUPS, HEAD_DIM]
     log_sums_ptr,  # fp32 [items, kv_heads, MAX_QUERIES * NUM_GROUPS]
     num_arrived_ptr,  # int32 [R, kv_heads], zeros before and after
@@ -161,7 +163,7 @@ def _verify_kernel(
     OUT_TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS * HEAD_DIM
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    at = items_ptr + item * _ITEM_FIELDS
+    at = items_ptr + item * ITEM_FIELDS
     row = tl.load(at)
     part = tl.load(at + 1)
     num_parts = tl.load(at + 2)

@@ -38,10 +38,10 @@ from kernels.comm.signals import MAX_BLOCKS, begin, data_of, end, meet, slot_of
 from kernels.pdl import pdl_supported
 from kernels.rms_norm import num_warps_of
 
-# On a multiprocessor. Measured on two H200s, us of a sum with norm, one | two: 14.8 | 14.0 of 256 x
-# 5120, 46.5 | 42.5 of 1,024 x 5120, 20.1 | 19.1 of 256 x 8192. On four, in two shots: 72.4 | 80.8
+# Measured on two H200s, us of a sum with norm, one | two: 14.8 | 14.0 of 256 x 5120,
+# 46.5 | 42.5 of 1,024 x 5120, 20.1 | 19.1 of 256 x 8192. On four, in two shots: 72.4 | 80.8
 # of 1,024 x 5120, 108.3 | 122.2 of 1,024 x 8192; so many parts leave registers for one block alone.
-_BLOCKS_BESIDE = 2
+_BLOCKS_PER_SM = 2
 
 
 @triton.jit
@@ -246,8 +246,8 @@ def _launch(
     width = width_of(x)
     use_pdl = pdl_supported(x.device)
     kernel = _two_shot_kernel if two_shots else _one_shot_kernel
-    num_beside = _BLOCKS_BESIDE if has_norm and memory.num_ranks == 2 else 1
-    most = min(MAX_BLOCKS, num_beside * memory.max_blocks)
+    blocks_per_sm = _BLOCKS_PER_SM if has_norm and memory.num_ranks == 2 else 1
+    most = min(MAX_BLOCKS, blocks_per_sm * memory.max_blocks)
     kernel[(grid_of(num_units, most),)](
         x,
         x if residual is None else residual,

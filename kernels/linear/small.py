@@ -148,12 +148,12 @@ def shared_config(
     num_tiles = triton.cdiv(num_rows, config.block_n)
     given = shared_memory_bytes + _KIB
     if config.split_k == 1:
-        num_beside = given // (config.num_stages * stage_bytes(config, bucket) + 2 * _KIB)
-        if num_beside > 1 or _last_wave(num_tiles, 2 * num_sms, num_sms) <= _last_wave(
+        programs_per_sm = given // (config.num_stages * stage_bytes(config, bucket) + 2 * _KIB)
+        if programs_per_sm > 1 or _last_wave(num_tiles, 2 * num_sms, num_sms) <= _last_wave(
             num_tiles, num_sms, num_sms
         ):
             return config
-        return _beside(config, bucket, 2, given) or config
+        return _with_stages_for(config, bucket, 2, given) or config
     tried = replace(config, block_n=64, block_k=128, is_swapped=True, prefetch_k=256)
     num_tiles_tried = triton.cdiv(num_rows, tried.block_n)
     split_k = max(range(1, _MAX_SPLIT + 1), key=lambda k: (_fill(k * num_tiles_tried, num_sms), -k))
@@ -162,7 +162,7 @@ def shared_config(
     if bucket > _MAX_SHARED_TOKENS or gained < _MIN_GAIN:
         return config
     tried = replace(tried, split_k=split_k)
-    return _beside(tried, bucket, triton.cdiv(num_programs, num_sms), given) or config
+    return _with_stages_for(tried, bucket, triton.cdiv(num_programs, num_sms), given) or config
 
 
 def _fill(num_programs: int, num_sms: int) -> float:
@@ -175,10 +175,14 @@ def _last_wave(num_programs: int, num_places: int, num_sms: int) -> int:
     return min((num_programs - 1) % num_places + 1, num_sms)
 
 
-def _beside(config: SmallConfig, bucket: int, num_beside: int, given: int) -> SmallConfig | None:
-    """As many stages as let `num_beside` programs share `given` bytes; None = too few."""
+def _with_stages_for(
+    config: SmallConfig, bucket: int, programs_per_sm: int, given: int
+) -> SmallConfig | None:
+    """As many stages as let `programs_per_sm` programs share `given` bytes; None = too few."""
     # A program has 1 KiB reserved, and keeps barriers beside its tiles.
-    num_stages = min((given // num_beside - 2 * _KIB) // stage_bytes(config, bucket), _MAX_STAGES)
+    num_stages = min(
+        (given // programs_per_sm - 2 * _KIB) // stage_bytes(config, bucket), _MAX_STAGES
+    )
     return replace(config, num_stages=num_stages) if num_stages > _MIN_STAGES else None
 
 

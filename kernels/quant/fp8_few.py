@@ -347,12 +347,12 @@ def fitted_config(
     x_group: int,
     tile_columns: int,
     memory_bytes: int,
-    num_beside: int = 0,
+    programs_per_sm: int = 0,
 ) -> QuantConfig:
     """`config` with steps of columns that share a scale, or of groups side by side, that fit.
 
     x_group, tile_columns: columns of a scale of x and of the weight; 0 = they do not limit a step.
-    num_beside: as of `stages_for`; 0 = stages are as given.
+    programs_per_sm: as of `stages_for`; 0 = stages are as given.
     """
     block_k = gcd(config.block_k, tile_columns)  # that of 0 is the other
     if x_group > 0 and block_k % x_group:
@@ -369,7 +369,7 @@ def fitted_config(
         block_k //= 2
     stage_bytes = block_k * (config.block_n + pieces * groups * block_m)
     num_stages = stages_for(
-        num_beside,
+        programs_per_sm,
         least=config.num_stages,
         stage_bytes=stage_bytes,
         shared_memory_bytes=memory_bytes,

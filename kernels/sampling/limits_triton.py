@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling.rows import Draws
+from kernels.sampling.choices import Draws
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEGMENT = tl.constexpr(64)  # tokens

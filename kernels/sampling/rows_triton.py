@@ -15,6 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.sampling.choices import (
+    HIGHEST,
+    INF_KEY,
+    LOWEST_KEY,
+    MINUS_INF_KEY,
+    Draws,
+    GreedyChoice,
+)
 from kernels.sampling.limits_triton import (
     CHUNK,
     SEGMENTS_PER_CHUNK,
@@ -22,7 +30,6 @@ from kernels.sampling.limits_triton import (
     row_limits,
     row_stride,
 )
-from kernels.sampling.rows import HIGHEST, INF_KEY, LOWEST_KEY, MINUS_INF_KEY, Draws, GreedyChoice
 
 _WARPS = 4
 _LOWEST = tl.constexpr(LOWEST_KEY)

@@ -283,17 +283,26 @@ def _read_some(response: http.client.HTTPResponse) -> bytes:
 
 
 def _refusal(response: http.client.HTTPResponse) -> RefusedError:
-    wish = response.headers.get("Retry-After", "")
-    retry_after_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
     try:
         body = response.read(READ_BYTES)
     except (OSError, http.client.HTTPException):
         body = b""  # the status says what matters
+    wish = response.headers.get("Retry-After", "")
+    return refusal_of(response.status, body, wish, reason=response.reason)
+
+
+def refusal_of(status: int, body: bytes, wish: str, *, reason: str) -> RefusedError:
+    """An answer that is no 200, with its error's message, else its whole body, else `reason`.
+
+    wish: its Retry-After; "" = it has none.
+    """
+    retry_after_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
     try:
         message = _message(msgspec.json.decode(body, type=_Event))
     except msgspec.DecodeError:
-        message = body.decode("utf-8", errors="replace")
-    return RefusedError(response.status, message[:500] or response.reason, retry_after_s)
+        message = ""
+    message = message or body.decode("utf-8", errors="replace")
+    return RefusedError(status, message[:500] or reason, retry_after_s)
 
 
 def _message(event: _Event) -> str:

@@ -56,7 +56,7 @@ from engine.request import Request
 from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
 from engine.speculation.drafter import HostDrafter, RequestNgrams
-from kernels.guesses import GuessedLines
+from kernels.guessed_steps import GuessedLines
 from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
@@ -442,8 +442,9 @@ def build_config(folder: Path, args: argparse.Namespace, side: Side | None) -> A
             "speculation.max_temperature": 9.0,
             "speculation.adaptive": side.is_adaptive,
             "speculation.attention_backend": args.attention_backend,
-            "speculation.max_graph_tokens": args.graph_tokens,
         }
+        if args.graph_tokens is not None:
+            settings["speculation.max_graph_tokens"] = args.graph_tokens
     return load_config(None, settings)
 
 
@@ -460,6 +461,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
         _show(lines[-1:])
     for side in sides_of(args):
         ours.restart(build_config(folder, args, side))
+        print("graphs with drafts:", ours.engine.executor.statistics().verify_graphs, flush=True)
         bench = Bench(ours, **given)
         acceptance = bench.acceptance
         assert acceptance is not None
@@ -520,9 +522,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sweep", nargs="*", type=float, default=[], metavar="PROBABILITY")
     parser.add_argument("--max-drafts", type=int, default=8, help="with --sweep")
     parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="decode")
-    # As many as 256 rows of four drafts have: larger steps are launched kernel by kernel, which
-    # takes the host longer than they take the device.
-    parser.add_argument("--graph-tokens", type=int, default=1280, help="0 = no graphs with drafts")
+    # 256 rows of four drafts have 1,280. Larger steps are launched kernel by kernel.
+    parser.add_argument("--graph-tokens", type=int, help="0 = no graphs with drafts; default: auto")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")

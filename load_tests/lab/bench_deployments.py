@@ -13,9 +13,11 @@ is paid for once. `--num-blocks` is the KV of each engine (of vLLM's, too): all 
 have to fit. With `--at-once 1` each may have the whole GPU.
 
 Each rate's figures are printed at once as `RESULT {json}`, and `--json` is written again after
-each. A deployment that does not start, or refuses requests, is left out and the next one measured.
-When `--budget-s` is over, what is left is not run, and said so. Every process is ended, also where
-this one is interrupted or told to end (SIGTERM).
+each. A deployment that does not start, or fails, is left out and the next one measured. A rate at
+which requests are refused for want of capacity is too high. From the given rates a search goes on
+by `--stride` until it has a good and a bad rate, and then between them: close to the rate that is
+expected a small one, as 1.12, saves runs. When `--budget-s` is over, what is left is not run, and
+said so. Every process is ended, also where this one is interrupted or told to end (SIGTERM).
 """
 
 import argparse
@@ -41,7 +43,7 @@ from load_tests.lab.bench_mixed import setting_from_text
 from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.deployments import Deployment, Place, application_overrides, server_commands
 from load_tests.lab.mixed_http import Asking, HttpClients
-from load_tests.lab.mixed_sweep import Budget, Results, Serve, Sweep, note
+from load_tests.lab.mixed_sweep import SEARCH_STRIDE, Budget, Results, Serve, Sweep, note
 from load_tests.lab.server_process import ROOT, ServerProcess, end_all
 from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_SEED, MixedLoad, Served
 from load_tests.mixed_report import Point, limits_from_text
@@ -90,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shrink", type=int, default=1, help="divides every prompt's length")
     parser.add_argument("--limits", type=limits_from_text, metavar="SHORT,LONG,TPOT", help="in ms")
     parser.add_argument("--search", action="store_true", help="for the highest good rate")
+    parser.add_argument("--stride", type=float, default=SEARCH_STRIDE, help="of its first steps")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="for all of it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for a program")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="what the servers print")
@@ -103,12 +106,16 @@ class Bench:
         """Raises ValueError for contradicting switches, ConfigError for a wrong model."""
         if args.search and args.limits is None:
             raise ValueError("--search needs --limits")
+        if args.stride <= 1.0:
+            raise ValueError(f"--stride {args.stride:g}: a search goes on by more than 1 times")
         self._args = args
         self._vocab_size = load_spec(args.model).vocab_size
         self._budget = Budget(args.budget_s)
         self._loads = list(_loads(args))
         self.results = Results(limits=args.limits, peers=[], about=_describe(args))
-        self._sweep = Sweep(self.results, self._budget, self._loads, args.json, self._tell)
+        self._sweep = Sweep(
+            self.results, self._budget, self._loads, args.json, self._tell, args.stride
+        )
 
     def run(self) -> None:
         """All deployments, so many at a time."""

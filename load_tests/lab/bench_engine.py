@@ -49,7 +49,7 @@ from load_tests.lab.comparison import Comparison, compare, read_chain, read_peer
 from load_tests.lab.figure_log import FigureLog
 from load_tests.lab.floors import H200, floor_s
 from load_tests.lab.following import LOG_FORMAT, Following
-from load_tests.lab.host_work import measure_host_work, no_figures
+from load_tests.lab.host_work import collecting_as_a_worker, measure_host_work, no_figures
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.kernel_profile import (
     KernelRun,
@@ -390,15 +390,27 @@ def measure(
     of_ranks: Callable[[], list[Figure]] = no_figures,
 ) -> str:
     """What is to be printed. of_ranks: what following cost other ranks so far."""
-    peer = read_peer(args.peer) if args.peer else {}
-    chain = read_chain(args.chain) if args.chain else {}
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
     bench = Bench(ours, seed=args.seed, is_quick=args.quick)
     bench.warm_up()
     logger.info("ready and warm")
-    wait_turn(args.turn)
-    if args.profile:
-        return profile_works(bench, works, args.traces or scratch, args.png)
+    if wait_turn(args.turn):
+        bench.warm_up()  # the clocks of a GPU fall while it waits
+    with collecting_as_a_worker():
+        if args.profile:
+            return profile_works(bench, works, args.traces or scratch, args.png)
+        results = _take_figures(bench, works, args, of_ranks)
+    return results.to_json() if args.json else results.render(is_document=args.markdown)
+
+
+def _take_figures(
+    bench: Bench,
+    works: Sequence[Work],
+    args: argparse.Namespace,
+    of_ranks: Callable[[], list[Figure]],
+) -> Results:
+    peer = read_peer(args.peer) if args.peer else {}
+    chain = read_chain(args.chain) if args.chain else {}
     log, host = FigureLog(args.figures), []
     if not args.no_host:
         num_rows = min(HOST_WORK.num_rows, args.max_rows)
@@ -411,8 +423,7 @@ def measure(
         host = of_ranks()
         for figure in host:
             log.add(figure)
-    results = Results(comparisons=comparisons, host=host, about=describe(bench, args))
-    return results.to_json() if args.json else results.render(is_document=args.markdown)
+    return Results(comparisons=comparisons, host=host, about=describe(bench, args))
 
 
 def _print(text: str) -> None:

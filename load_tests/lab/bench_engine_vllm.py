@@ -223,7 +223,8 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     try:
         bench.warm_up()
         print("ready and warm", flush=True)
-        wait_turn(args.turn)
+        if wait_turn(args.turn):
+            bench.warm_up()
         return run_works(bench, works, args.rounds)
     finally:  # its ranks are processes of their own
         bench.close()

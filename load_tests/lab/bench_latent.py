@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
-from kernels.attention.latent_decode import LatentConfig, fitted_config
 from kernels.attention.latent_flash import FlashLatent
 from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.latent_triton import TritonLatent
 from kernels.attention.latent_verify import LatentVerify
+from kernels.attention.latent_work import LatentConfig, fitted_config
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales

@@ -178,10 +178,7 @@ def engine_config(
         **overrides,
     }
     if args.device == "cuda" and "speculation.drafter" in overrides:
-        of_steps |= {
-            "speculation.attention_backend": "decode",
-            "speculation.max_graph_tokens": 1024,
-        }
+        of_steps["speculation.attention_backend"] = "decode"
     if args.config is not None:
         # Without Ray no worker asks for a GPU, so the file's engine runs on a CPU too.
         of_steps = {} if args.device == "cuda" else {"workers.num_gpus": 0}

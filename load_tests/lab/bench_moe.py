@@ -50,6 +50,7 @@ SHAPES = {
     "gpt-oss-20b": ExpertShape(num_experts=32, num_active=4, hidden=2880, inner=2880),
     "qwen3-30b-a3b": ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768),
     "deepseek-v2-lite": ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408),
+    "glm-4.7-flash": ExpertShape(num_experts=64, num_active=4, hidden=2048, inner=1536),
     "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
 }
 TOKENS = (1, 16, 64, 256, 1024, 8192)

@@ -168,7 +168,8 @@ def start(args: argparse.Namespace, drafter: str, *, adaptive: bool) -> EngineIn
     }
     if drafter != "none":
         settings["speculation.attention_backend"] = args.attention_backend
-        settings["speculation.max_graph_tokens"] = args.graph_tokens
+        if args.graph_tokens is not None:
+            settings["speculation.max_graph_tokens"] = args.graph_tokens
     if drafter in ("draft_model", "eagle3"):
         settings["speculation.model_path"] = args.head if drafter == "eagle3" else args.draft
     return EngineInProcess(load_config(None, settings))
@@ -278,7 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--acceptance", type=float)
     parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="prefill")
-    parser.add_argument("--graph-tokens", type=int, default=0, help="0 = no graphs with drafts")
+    parser.add_argument("--graph-tokens", type=int, help="0 = no graphs with drafts; default: auto")
     parser.add_argument("--without-transformers", action="store_true")
     return parser.parse_args()
 

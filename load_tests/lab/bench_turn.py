@@ -40,7 +40,7 @@ from engine.runner import row_texts
 from engine.runner.forward_passes import ForwardPasses
 from engine.runner.inputs import InputBatch
 from kernels.attention.phased import Phases
-from kernels.ngrams import RowEnds
+from kernels.guessed_steps import RowEnds
 from load_tests.lab.bench_accepted import save_random_weights
 from load_tests.lab.bench_scheduler import STEP_S, step_message
 from load_tests.lab.in_process import EngineInProcess

@@ -143,7 +143,7 @@ def linear_bytes(spec: ModelSpec, dtype: KvDtype, num_tokens: int) -> float:
     """Bytes of those weights, without scales where they are quantised."""
     each: float = _weight_bytes(spec, dtype)
     read = read_parameters(spec, num_tokens)
-    if spec.quantization is None:
+    if spec.quantization is None or spec.quantization.is_made_matrix:
         return each * read
     coded = 1 if spec.quantization.packing in (Packing.FP8, Packing.ONLINE_FP8) else 0.5
     if spec.quantization.targets != EXPERTS_ALONE:

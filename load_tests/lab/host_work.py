@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -35,6 +36,20 @@ NUM_NEIGHBOURS = 32
 Tokens = Sequence[tuple[str, TokenRecord]]
 
 
+@contextmanager
+def collecting_as_a_worker() -> Iterator[None]:
+    """Garbage is collected as in a worker that has loaded: objects made before are left out.
+
+    One collection of all of them takes 50 ms, as much as a step of a long prompt.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def no_figures() -> list[Figure]:
     """Of ranks that are not there."""
     return []
@@ -53,9 +68,7 @@ def measure_host_work(
     steps so far; asked before there are streams.
     """
     interval_s = sys.getswitchinterval()
-    share_interpreter()  # this, and what comes next, as a worker does
-    gc.collect()
-    gc.freeze()
+    share_interpreter()  # as a worker does
     device = _TimedDevice(ours.engine.core)
     try:
         alone = _decode(ours, device, prompts, num_tokens, None)
@@ -66,7 +79,6 @@ def measure_host_work(
             beside = _decode(ours, device, prompts, num_tokens, readers)
         yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside)
     finally:
-        gc.unfreeze()
         sys.setswitchinterval(interval_s)
         device.take_off()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())

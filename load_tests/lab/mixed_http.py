@@ -18,11 +18,18 @@ from typing import Self
 
 import msgspec
 
-from load_tests.http_load.client import DONE, LoadError, Server
+from load_tests.http_load.client import DONE, LoadError, RefusedError, Server
 from load_tests.http_load.preflight import find_model
 from load_tests.http_load.sse import EventParser
 from load_tests.lab.child_processes import die_with_parent
-from load_tests.mixed_load import SHORT_FIRST_PRIORITIES, Arrival, MixedLoad, Served, Stamps
+from load_tests.mixed_load import (
+    SHORT_FIRST_PRIORITIES,
+    Arrival,
+    MixedLoad,
+    OverloadError,
+    Served,
+    Stamps,
+)
 from load_tests.testbed.stream_client import Piece, StreamClient
 
 TIMEOUT_S = 600.0
@@ -171,8 +178,8 @@ class HttpClients:
     def serve(self, url: str, load: MixedLoad, vocab_size: int, how: Asking) -> list[Served]:
         """Run `load` with ids below `vocab_size`.
 
-        Raises ConnectionError without a willing server, or for an answer that does not end within
-        the patience of `how`.
+        Raises OverloadError when a request is refused for want of capacity, and ConnectionError
+        without a willing server, or for an answer that does not end within the patience of `how`.
         """
         if self._num == 1:
             return _serve_share(url, load, vocab_size, Share(how=how))
@@ -196,7 +203,7 @@ def serve_over_http(
 ) -> list[Served]:
     """Run `load` with ids below `vocab_size`, from so many processes that end with it.
 
-    Raises ConnectionError without a willing server.
+    Raises OverloadError and ConnectionError as `HttpClients.serve` does.
     """
     with HttpClients(num_clients) as clients:
         return clients.serve(url, load, vocab_size, Asking())
@@ -235,8 +242,10 @@ def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> li
         return asyncio.run(client.serve(load, vocab_size, share))
     except (LoadError, OSError, ExceptionGroup) as error:  # of one request, or of some at once
         reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        # A server that has no capacity now says when to come back.
+        is_full = isinstance(reason, RefusedError) and reason.retry_after_s is not None
         # Not every error can be passed on to another process.
-        raise ConnectionError(f"{url}: {reason!r}") from error
+        raise (OverloadError if is_full else ConnectionError)(f"{url}: {reason!r}") from error
 
 
 def _num_tokens(data: str) -> int:

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from load_tests.lab.one_batch import BatchFigure, render_batches
-from load_tests.mixed_load import MixedLoad, Served
+from load_tests.mixed_load import MixedLoad, OverloadError, Served
 from load_tests.mixed_report import Limits, Numbers, Point, Run, render_report
 
 GOOD_SHARE = 0.9  # of requests within the limits
 SEARCH_STEP = 0.05  # the highest good rate is known to within this share of it
+SEARCH_STRIDE = 1.25  # from the highest good rate up, or from the lowest bad one down
 GIVE_UP_SHARE = 0.1  # of the highest bad rate: below that no good one is looked for
 DRAIN_SHARE = 1.15  # of a run's arrivals, until the last token
 
@@ -51,6 +52,8 @@ class Results:
     peers: Sequence[tuple[str, Numbers]]
     points: list[Point] = field(default_factory=list)
     best_rates: dict[str, float | None] = field(default_factory=dict)  # by variant
+    # By variant and rate: what the server said when it refused requests for want of capacity.
+    refused: dict[str, dict[float, str]] = field(default_factory=dict)
     costs: dict[str, object] = field(default_factory=dict)  # fitted, by variant
     # Likewise, and by rate: as they were when that rate had been measured.
     costs_by_rate: dict[str, dict[float, object]] = field(default_factory=dict)
@@ -65,6 +68,11 @@ class Results:
             parts.append(
                 f"Highest rate with {GOOD_SHARE:.0%} within limits:\n\n" + "\n".join(lines)
             )
+        parts += [
+            f"{variant} at {rate:.3g}/s: {reason}"
+            for variant, reasons in self.refused.items()
+            for rate, reason in reasons.items()
+        ]
         parts += [render_batches(self.batches)] if self.batches else []
         parts.append("\n".join(f"{name}: {value}" for name, value in self.about.items()))
         parts += [f"step costs, {name}: {json.dumps(costs)}" for name, costs in self.costs.items()]
@@ -77,10 +85,11 @@ class Results:
         return f"{rate:.3g}/s or more: the search was cut" if is_cut else f"{rate:.3g}/s"
 
     def good_rates(self, variant: str) -> dict[float, bool]:
-        """Whether each rate that was measured is good."""
+        """Whether each rate that was measured is good; one with refusals is not."""
         limits = self.limits
         assert limits is not None, "a good rate is one within limits"
-        return {p.rate: is_good(p, limits) for p in self.points if p.variant == variant}
+        measured = {p.rate: is_good(p, limits) for p in self.points if p.variant == variant}
+        return measured | dict.fromkeys(self.refused.get(variant, {}), False)
 
     @property
     def cut_searches(self) -> list[str]:
@@ -96,6 +105,7 @@ class Results:
                 "points": [point.to_builtins(self.limits) for point in self.points],
                 "peers": [{"name": name, **numbers} for name, numbers in self.peers],
                 "best_rates": self.best_rates,
+                "refused": self.refused,
                 "cut_searches": self.cut_searches,
                 "step_costs": self.costs,
                 "step_costs_by_rate": self.costs_by_rate,
@@ -114,11 +124,14 @@ class Sweep:
         loads: Sequence[MixedLoad],
         path: Path | None,
         after: Callable[[Point], None] = lambda point: None,
+        stride: float = SEARCH_STRIDE,
     ) -> None:
         """`loads`: one a seed, at a rate that is replaced; `path`: where results are kept.
 
-        after: is told each point once it was measured.
+        after: is told each point once it was measured. stride: of a search, above 1, until it has
+        a good and a bad rate.
         """
+        self._stride = stride
         self._after = after
         self._results = results
         self._budget = budget
@@ -128,7 +141,10 @@ class Sweep:
     def measure(
         self, variant: str, rate: float, serve: Serve, seeds: Sequence[int] | None = None
     ) -> Point | None:
-        """All seeds (or those given) that time allows, pooled; None if it allows none."""
+        """All seeds (or those given) that time allows, pooled.
+
+        None if it allows none, or if requests are refused for want of capacity, which is kept.
+        """
         runs = []
         for load in self._loads:
             if seeds is not None and load.seed not in seeds:
@@ -136,7 +152,13 @@ class Sweep:
             what = f"{variant} at {rate:.3g}/s, seed {load.seed}"
             if not self._budget.allows(what, DRAIN_SHARE * load.duration_s):
                 continue
-            served = serve(replace(load, rate=rate))
+            try:
+                served = serve(replace(load, rate=rate))
+            except OverloadError as refusal:
+                note(f"{what}: {refusal}")
+                self._results.refused.setdefault(variant, {})[rate] = str(refusal)
+                self.save()
+                return None
             runs.append(Run(duration_s=load.duration_s, seed=load.seed, served=served))
             note(f"{what}: {Point(variant=variant, rate=rate, runs=runs[-1:]).numbers}")
         if not runs:
@@ -155,11 +177,13 @@ class Sweep:
     def search_once(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> bool:
         """Measure the next rate of a search; whether there was one, and time for it."""
         good = self._results.good_rates(variant)
-        rate = next_rate(good, SEARCH_STEP) if good else None
-        point = None if rate is None else self.measure(variant, rate, serve, seeds)
-        self._results.best_rates[variant] = highest_good(self._results.good_rates(variant))
+        rate = next_rate(good, SEARCH_STEP, self._stride) if good else None
+        if rate is not None:
+            self.measure(variant, rate, serve, seeds)
+        known = self._results.good_rates(variant)
+        self._results.best_rates[variant] = highest_good(known)
         self.save()
-        return point is not None
+        return rate in known
 
     def save(self) -> None:
         """Write what is known by now: a run that is cut short has not been for nothing."""
@@ -173,7 +197,9 @@ def is_good(point: Point, limits: Limits) -> bool:
     return point.share_within(limits) >= GOOD_SHARE and not point.is_growing
 
 
-def next_rate(good: Mapping[float, bool], step: float) -> float | None:
+def next_rate(
+    good: Mapping[float, bool], step: float, stride: float = SEARCH_STRIDE
+) -> float | None:
     """Where to look next for the highest good rate; None when it is known to within `step`.
 
     Also None when no rate was good down to a small share of the highest.
@@ -181,9 +207,9 @@ def next_rate(good: Mapping[float, bool], step: float) -> float | None:
     highest = highest_good(good)
     bad = [rate for rate, is_rate_good in good.items() if not is_rate_good]
     if highest is None:
-        return min(bad) / 1.25 if min(bad) > GIVE_UP_SHARE * max(bad) else None
+        return min(bad) / stride if min(bad) > GIVE_UP_SHARE * max(bad) else None
     if not bad:
-        return highest * 1.25
+        return highest * stride
     return math.sqrt(highest * min(bad)) if min(bad) > highest * (1 + step) else None
 
 

@@ -19,6 +19,10 @@ import yaml
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.testbed.padded_tokenizer import TOKENIZER_FOLDER, padded_tokenizer
 
+# A folder of the Hub says this, too. Of one that does not, some versions of transformers (5.10 is
+# one) warn that its tokenizer has an "incorrect regex pattern": they take it for Mistral's.
+WRITTEN_BY = "4.51.0"
+
 
 def write_model_folder(
     shapes: str, out: Path, overrides: Mapping[str, object] | None = None
@@ -32,7 +36,7 @@ def write_model_folder(
     unknown = sorted(set(overrides or {}) - set(wanted))
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: not in {shapes}; known: {', '.join(wanted)}")
-    wanted |= overrides or {}
+    wanted |= {"transformers_version": WRITTEN_BY} | dict(overrides or {})
     tokenizer = padded_tokenizer(int(str(wanted["vocab_size"])))
     folder = write_shapes(shapes, out)
     (folder / "config.json").write_text(json.dumps(wanted, indent=2))

@@ -39,6 +39,7 @@ from engine.models.registry import WeightSource, build_model
 from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.warm_up import release_step
 from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
@@ -99,9 +100,10 @@ class Scorer:
                 fixed_tile=False,
                 is_fp8=is_fp8,
             ),
+            options=ExecutorOptions(
+                kv_scales=None if kv_scales is None else KvScales.of(kv_scales.to(model.device))
+            ),
         )
-        if kv_scales is not None:
-            self._executor.use_kv_scales(KvScales.of(kv_scales.to(model.device)))
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
         """[T, vocab] fp32, of what follows each token."""

@@ -19,7 +19,11 @@ def add_turn_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wait_turn(file: Path | None) -> None:
-    """Returns once `file` exists; at once where there is none to wait for."""
+def wait_turn(file: Path | None) -> bool:
+    """Returns once `file` exists; at once where there is none to wait for.
+
+    Whether there was one: the GPU was idle then, and has to be warmed up again.
+    """
     while file is not None and not file.exists():
         time.sleep(LOOK_S)
+    return file is not None

@@ -4,20 +4,24 @@
     python -m load_tests.lab.validate_deployments four.json --markdown
     python -m load_tests.lab.validate_deployments four.json --costs ours.json --costs-of fcfs
 
-All deployments get one set of step costs: those that workers of the first deployment with unified
-workers had fitted in the end, because these saw prompts and decodes alike; or those of a file of
-`bench_mixed --json`. vLLM is not simulated. What no fit contains is stated: `--host-ms` from a plan
-to its step's start on an idle device, `--http-ms` from the end of a step to the client, besides
-what comes before the worker. A handoff takes what `ClusterSpec` says. Errors are relative to the
-measured value; within 10 % is met.
+Workers get step costs that workers of the same role had fitted in the end, in the first deployment
+with such workers: those that prefill alone see no decodes, and a fit to the steps of unified ones
+may be a quarter off at the few sizes of their steps. Those that decode get what unified workers had
+fitted. Costs of another file (`--costs`, also of `bench_mixed --json`) are chosen likewise;
+`--costs-of` gives all workers one variant's. vLLM is not simulated. What no fit contains is stated:
+`--host-ms` from a plan to its step's start on an idle device, `--http-ms` from the end of a step to
+the client, besides what comes before the worker. A handoff takes what `ClusterSpec` says. Errors
+are relative to the measured value; within 10 % is met.
 """
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -107,24 +111,61 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, help="what bench_deployments --json has written")
     parser.add_argument("--costs", type=Path, help="of bench_mixed --json, instead of the file's")
-    parser.add_argument("--costs-of", metavar="VARIANT", help="whose costs; default: see above")
+    parser.add_argument(
+        "--costs-of", metavar="VARIANT", help="whose, for all roles; default: by role"
+    )
     parser.add_argument("--host-ms", type=float, default=1.0)
     parser.add_argument("--http-ms", type=float, default=4.0)
     parser.add_argument("--markdown", action="store_true", help="with the command, for a record")
     return parser
 
 
-def choose_costs(run: MeasuredRun, wanted: str | None) -> tuple[str, StepCosts]:
-    """Whose costs, and the costs. Raises ValueError where there are none."""
-    unified = [name for name in run.step_costs if name.endswith("u")]
-    name = wanted or next(iter([*unified, *run.step_costs]), None)
-    if name is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCosts:
+    """Step costs by role, and the deployments whose workers had fitted them."""
+
+    whose: str
+    costs: StepCosts  # of unified workers, and of those that decode alone
+    whose_prefill: str
+    prefill_costs: StepCosts  # of those that prefill alone
+
+    def __str__(self) -> str:
+        def told(whose: str, costs: StepCosts) -> str:
+            return f"{whose}, fitted to {costs.num_samples:,} steps"
+
+        text = told(self.whose, self.costs)
+        if self.whose_prefill == self.whose:
+            return text
+        return (
+            f"{text}; of workers that prefill alone {told(self.whose_prefill, self.prefill_costs)}"
+        )
+
+
+def choose_costs(run: MeasuredRun, wanted: str | None) -> RoleCosts:
+    """Those of `wanted` for all roles; None = by role. Raises ValueError where there are none."""
+    if not run.step_costs:
         raise ValueError("the file has no step costs: give --costs and --costs-of")
-    return name, run.final_costs(name)
+    whose = wanted or _first_of_role(run, "unified") or next(iter(run.step_costs))
+    whose_prefill = wanted or _first_of_role(run, "prefill") or whose
+    return RoleCosts(
+        whose=whose,
+        costs=run.final_costs(whose),
+        whose_prefill=whose_prefill,
+        prefill_costs=run.final_costs(whose_prefill),
+    )
+
+
+def _first_of_role(run: MeasuredRun, role: Literal["unified", "prefill"]) -> str | None:
+    """The first variant with step costs and such workers; None = there is none."""
+    for name in run.step_costs:
+        with suppress(argparse.ArgumentTypeError):  # a variant of bench_mixed
+            if getattr(Deployment.parse(name), role) > 0:
+                return name
+    return None
 
 
 def simulated_deployment(
-    run: MeasuredRun, name: str, costs: StepCosts, host_s: float, http_s: float
+    run: MeasuredRun, name: str, costs: RoleCosts, host_s: float, http_s: float
 ) -> Simulated:
     """A measured deployment of ours. Raises ValueError for one that the file does not describe."""
     about = run.about.get(f"deployment, {name}")
@@ -134,8 +175,10 @@ def simulated_deployment(
     config = load_config(ROOT / told.config, told.overrides)
     deployment = Deployment.parse(name)
     laps = resolve_laps(config.laps, {})
+    worker_costs = costs.prefill_costs if deployment.prefill else costs.costs
     cluster = ClusterSpec(
-        worker=_worker_spec(config, costs, host_s),
+        worker=_worker_spec(config, worker_costs, host_s),
+        decode_costs=costs.costs,
         num_prefill=deployment.unified + deployment.prefill,
         num_decode=deployment.decode,
         policy=Policy.LAPS if laps.enable_laps_alloc else Policy.PREDICTED,
@@ -207,13 +250,20 @@ def _best_rate_rows(
         measured = run.best_rates.get(one.name)
         rates = [point.rate for point in run.points_of(one.name)]
         simulated = simulated_best_rate(run, one, rates, limits)
-        if one.name in run.cut_searches:
-            rows.append((one.name, f"search cut at {measured or 'none'}, {simulated or 'none'}"))
+        if one.name not in run.best_rates:
+            rows.append((one.name, f"not measured, {_told_rate(simulated)}"))
+        elif one.name in run.cut_searches:
+            told = f"search cut at {_told_rate(measured)}, {_told_rate(simulated)}"
+            rows.append((one.name, told))
         elif measured and simulated:
             rows.append((one.name, str(Compared(measured=measured, simulated=simulated))))
         else:
-            rows.append((one.name, f"{measured or 'none'}, {simulated or 'none'}"))
+            rows.append((one.name, f"{_told_rate(measured)}, {_told_rate(simulated)}"))
     return rows
+
+
+def _told_rate(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate:.3g}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -222,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run = read_measured(args.file)
         source = run if args.costs is None else read_measured(args.costs)
-        whose, costs = choose_costs(source, args.costs_of)
+        costs = choose_costs(source, args.costs_of)
         names = [name for name in run.variants if not Deployment.parse(name).is_vllm]
         deployments = [
             simulated_deployment(run, name, costs, args.host_ms / 1e3, args.http_ms / 1e3)
@@ -234,9 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = sys.argv[1:] if argv is None else argv
         print(f"    python -m load_tests.lab.validate_deployments {shlex.join(words)}\n")
     print(
-        f"Times in ms: measured, simulated: error. Step costs of {whose}, fitted to"
-        f" {costs.num_samples:,} steps; {args.host_ms:g} ms before a step on an idle device,"
-        f" {args.http_ms:g} ms of HTTP.\n"
+        f"Times in ms: measured, simulated: error. Step costs of {costs};"
+        f" {args.host_ms:g} ms before a step on an idle device, {args.http_ms:g} ms of HTTP.\n"
     )
     print(render(run, deployments))
 

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from engine.cost_model import StepCosts
 from engine.messages import RouteRequest
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from load_tests.simulation.fleet import Decoders, Prefillers
@@ -28,11 +29,14 @@ class ClusterSpec:
     """What serves: `num_prefill` workers, and what becomes of a request after its first token."""
 
     worker: WorkerSpec = field(default_factory=WorkerSpec)  # unified if it keeps decodes
+    decode_costs: StepCosts | None = None  # of workers that decode alone; None = the worker's
     num_prefill: int = 1
     num_decode: int = 0  # 0 and not unified: a request ends with its first token
     policy: Policy = Policy.LAPS
-    handoff_s: float = 0.002  # from the first token to a row elsewhere, besides:
-    handoff_token_s: float = 3e-6  # 144 KiB of KV at 50 GB/s
+    # From the first token to a row elsewhere, as on two H200s (load_tests/results/h200_handoff.md):
+    # all but the last part of the KV has moved by then.
+    handoff_s: float = 0.0027
+    handoff_token_s: float = 6e-8
     is_real: bool = False  # the whole scheduler in each worker that prefills, and `route` itself
 
     def __post_init__(self) -> None:
@@ -247,12 +251,13 @@ class Cluster:
         return LightWorker(spec, cache)
 
     def _build_decoder(self) -> LightWorker:
-        return LightWorker(_decoder_spec(self._spec.worker))
+        return LightWorker(_decoder_spec(self._spec))
 
 
-def _decoder_spec(worker: WorkerSpec) -> WorkerSpec:
+def _decoder_spec(cluster: ClusterSpec) -> WorkerSpec:
     """The same device, for decodes alone."""
-    return replace(worker, keeps_decodes=True, predicts=False)
+    costs = cluster.decode_costs or cluster.worker.costs
+    return replace(cluster.worker, costs=costs, keeps_decodes=True, predicts=False)
 
 
 def _names(role: str, num: int) -> list[str]:

@@ -21,6 +21,7 @@ Array = NDArray[Any]
 _MAX_FP8 = 448.0
 _BF16 = torch.bfloat16
 ONE_OF_EACH = 0x11111111  # a word of eight ones
+_FOUR_ONES = 0x01010101
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i of a word hold this output of eight
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_LINEARS = ("w1", "w2", "w3")
@@ -84,12 +85,16 @@ def _stored(values: Array, dtype: torch.dtype) -> tuple[torch.Tensor, Array]:
 
 
 def pack_words(numbers: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight numbers of 0 to 15 a word along `axis`: bits 4 i hold number `order[i]` of eight."""
+    """Numbers in words along `axis`: eight of 0 to 15, or four of 0 to 255 where `order` has four.
+
+    The lowest bits hold number `order[0]`, and so on.
+    """
+    per_word = len(order)
     moved = np.moveaxis(numbers.astype(np.uint32), axis, -1)
-    eights = moved.reshape(*moved.shape[:-1], -1, 8)
-    words = np.zeros(eights.shape[:-1], dtype=np.uint32)
+    grouped = moved.reshape(*moved.shape[:-1], -1, per_word)
+    words = np.zeros(grouped.shape[:-1], dtype=np.uint32)
     for place, index in enumerate(order):
-        words |= eights[..., index] << np.uint32(4 * place)
+        words |= grouped[..., index] << np.uint32(32 // per_word * place)
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32))
 
 
@@ -127,6 +132,20 @@ def _fp8(
         return Published(tensors, e4m3_values()[codes] * spread)
 
     return publish
+
+
+def _mxfp8(matrix: Array, _: np.random.Generator) -> Published:
+    """Scales by OCP's MX specification: the largest number's power of two becomes e4m3's, 256."""
+    groups = matrix.reshape(len(matrix), -1, 32)
+    largest = np.maximum(np.abs(groups).max(axis=2), 2.0**-110)
+    exponent = np.floor(np.log2(largest)) - 8
+    spread = (2.0**exponent)[:, :, None]
+    codes = to_e4m3(groups / spread)
+    numbers = (e4m3_values()[codes] * spread).reshape(matrix.shape)
+    scale = torch.from_numpy((exponent + 127).astype(np.uint8))
+    return Published(
+        {"weight": _fp8_tensor(codes.reshape(matrix.shape)), "weight_scale": scale}, numbers
+    )
 
 
 # ---- 4 bits --------------------------------------------------------------------------------------
@@ -219,6 +238,76 @@ def _gptq(
             "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }
         return Published(tensors, stands_for)
+
+    return publish
+
+
+# ---- 8 bits --------------------------------------------------------------------------------------
+
+_FOUR = tuple(range(4))
+
+
+def _int8(size: int | None) -> Callable[[Array, np.random.Generator], Published]:
+    """Scales of outputs, or of groups of inputs; numbers of -128 to 127, not packed."""
+
+    def publish(matrix: Array, _: np.random.Generator) -> Published:
+        numbers, scale, stands_for = _symmetric_int8(matrix, size)
+        weight = torch.from_numpy(numbers.astype(np.int8))
+        return Published({"weight": weight, "weight_scale": scale}, stands_for)
+
+    return publish
+
+
+def _int8_tensor(matrix: Array, _: np.random.Generator) -> Published:
+    """One scale for all of the matrix."""
+    scale, used = _stored(np.abs(matrix).max().reshape(1) / 127, _BF16)
+    numbers = np.clip(np.round(matrix / used), -128, 127)
+    weight = torch.from_numpy(numbers.astype(np.int8))
+    return Published({"weight": weight, "weight_scale": scale}, numbers * used)
+
+
+def _symmetric_int8(matrix: Array, size: int | None) -> tuple[Array, torch.Tensor, Array]:
+    """Numbers, scales and the matrix they stand for."""
+    groups = _groups(matrix.shape[1], size, None)
+    largest = np.abs(matrix).reshape(len(matrix), int(groups.max()) + 1, -1).max(axis=2)
+    scale, used = _stored(largest / 127, _BF16)
+    spread = _spread(used, groups)
+    numbers = np.clip(np.round(matrix / spread), -128, 127)
+    return numbers, scale, numbers * spread
+
+
+def _packed_int8(size: int | None) -> Callable[[Array, np.random.Generator], Published]:
+    def publish(matrix: Array, _: np.random.Generator) -> Published:
+        numbers, scale, stands_for = _symmetric_int8(matrix, size)
+        tensors = {
+            "weight_packed": pack_words(numbers + 128, 1, _FOUR),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+        return Published(tensors, stands_for)
+
+    return publish
+
+
+def _gptq_int8(size: int) -> Callable[[Array, np.random.Generator], Published]:
+    """In an order of inputs, with zero points; the first of GPTQ's formats."""
+
+    def publish(matrix: Array, random: np.random.Generator) -> Published:
+        groups = _groups(matrix.shape[1], size, random)
+        members = [matrix[:, groups == group] for group in range(int(groups.max()) + 1)]
+        low = np.stack([np.minimum(m.min(axis=1), 0) for m in members], axis=1)
+        high = np.stack([np.maximum(m.max(axis=1), 0) for m in members], axis=1)
+        scale, used = _stored((high - low) / 255, torch.float16)
+        zeros = np.clip(np.round(-low / used), 0, 255)
+        spread, middle = _spread(used, groups), _spread(zeros, groups)
+        numbers = np.clip(np.round(matrix / spread) + middle, 0, 255)
+        tensors = {
+            "qweight": pack_words(numbers.T, 0, _FOUR),
+            "qzeros": pack_words(zeros.T, 1, _FOUR) - _FOUR_ONES,
+            "scales": scale.T.contiguous(),
+            "g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        return Published(tensors, (numbers - middle) * spread)
 
     return publish
 
@@ -354,6 +443,13 @@ FORMS: dict[str, Form] = {
         ),
         publish=_fp8((1, 32), dtype=_BF16),
     ),
+    "ct-mxfp8": Form(
+        config=_compressed_config(
+            "mxfp8-quantized", _fp8_weights("group", group_size=32), _FP8_INPUTS
+        ),
+        publish=_mxfp8,
+        multiple=32,
+    ),
     "ct-int4-32": Form(
         config=_compressed_config("pack-quantized", _int4_weights(32, is_symmetric=True)),
         publish=_compressed_int4(32, is_symmetric=True, dtype=_BF16),
@@ -431,6 +527,41 @@ FORMS: dict[str, Form] = {
 }
 
 
+_INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+# Read as matrices: see `Quantization.is_made_matrix`.
+DECODED_FORMS: dict[str, Form] = {
+    "ct-int8-channel": Form(
+        config=_compressed_config(
+            "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, _INT8_INPUTS
+        ),
+        publish=_int8(None),
+    ),
+    "ct-int8-group": Form(
+        config=_compressed_config(
+            "int-quantized", {"num_bits": 8, "type": "int", "group_size": 32}, _INT8_INPUTS
+        ),
+        publish=_int8(32),
+        multiple=32,
+    ),
+    "ct-int8-tensor": Form(
+        config=_compressed_config("int-quantized", {"num_bits": 8, "type": "int"}, _INT8_INPUTS),
+        publish=_int8_tensor,
+    ),
+    "ct-packed-int8": Form(
+        config=_compressed_config(
+            "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}
+        ),
+        publish=_packed_int8(None),
+        multiple=8,
+    ),
+    "gptq-int8": Form(
+        config=_GPTQ_CONFIG | {"bits": 8, "group_size": 32, "desc_act": True, "sym": False},
+        publish=_gptq_int8(32),
+        multiple=32,
+    ),
+}
+
+
 def write_quantised(
     source: Path, name: str, target: Path, *, seed: int = 0, stands_for: Path | None = None
 ) -> Path:
@@ -438,7 +569,7 @@ def write_quantised(
 
     stands_for: also write there, unquantised and in fp32, what the quantised numbers stand for.
     """
-    form = FORMS[name]
+    form = (FORMS | DECODED_FORMS)[name]
     published: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for tensor_name, tensor in load_file(source / "model.safetensors").items():

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 import httptools
 
-from load_tests.http_load.client import RefusedError, Server
+from load_tests.http_load.client import RefusedError, Server, refusal_of
 
 Piece = tuple[float, bytes]  # when it was read, by time.perf_counter(); of the body
 
@@ -22,6 +22,7 @@ class _Connection(asyncio.Protocol):
 
     transport: asyncio.Transport | None = None
     pieces: list[Piece] = field(default_factory=list)
+    retry_after: str = ""  # of the answer; "" = it says nothing of it
     ended: asyncio.Future[None] | None = None
     parser: httptools.HttpResponseParser = field(init=False)
 
@@ -37,6 +38,10 @@ class _Connection(asyncio.Protocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.connection_lost(ConnectionError(f"no HTTP: {error}"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self.retry_after = value.decode("latin-1")
 
     def on_body(self, data: bytes) -> None:
         self.pieces.append((time.perf_counter(), data))
@@ -73,7 +78,8 @@ class StreamClient:
         """
         connection = self._idle.pop() if self._idle else await self._connect()
         assert connection.transport is not None, "it is connected"
-        connection.pieces, connection.ended = [], asyncio.get_running_loop().create_future()
+        connection.pieces, connection.retry_after = [], ""
+        connection.ended = asyncio.get_running_loop().create_future()
         connection.transport.write(request)
         try:
             await connection.ended
@@ -86,7 +92,7 @@ class StreamClient:
         else:
             connection.transport.abort()
         if status != HTTPStatus.OK:
-            raise RefusedError(status, HTTPStatus(status).phrase)
+            raise _refusal(status, connection)
         return connection.pieces
 
     def close(self) -> None:
@@ -99,3 +105,8 @@ class StreamClient:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         return (await loop.create_connection(_Connection, self._host, self._port))[1]
+
+
+def _refusal(status: int, connection: _Connection) -> RefusedError:
+    body = b"".join(piece for _, piece in connection.pieces)
+    return refusal_of(status, body, connection.retry_after, reason=HTTPStatus(status).phrase)

@@ -25,7 +25,7 @@ async def watch_nothing(_: Supervisor) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor without Ray, whose lifeline the test looks at by itself."""
     context = SimpleNamespace(get_actor_name=lambda: "supervisor")
-    monkeypatch.setattr(supervisor, "set_up_logging", lambda: None)
+    monkeypatch.setattr(supervisor, "set_up_logging", lambda level: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(
         serve, "get_deployment_actor_context", lambda: SimpleNamespace(app_name="app")
@@ -53,6 +53,32 @@ def test_a_supervisor_ends_when_no_ingress_asks_it_any_more() -> None:
         ]
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_worker_that_changes_its_state_is_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = WorkerStatus(identity=None, state="ready")
+    answers = [ready, ready, WorkerStatus(identity=None, state="failed", detail="no such file")]
+
+    async def answer(*_: object) -> WorkerStatus:
+        return answers.pop(0)
+
+    monkeypatch.setattr(Supervisor, "_ask", answer)
+
+    async def run() -> str:
+        config = make_config("app", {"workers.unified": 1})
+        watching = Supervisor(describe_deployment(config).to_text())
+        [name] = watching._statuses
+        for _ in range(3):
+            await watching._check_worker(name)
+        return name
+
+    with caplog.at_level("INFO", "actors.supervisor"):
+        name = asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{name} is ready", f"{name} is failed: no such file"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -59,6 +59,11 @@ def test_four_unified_workers_schedule_as_one_does() -> None:
     assert (four.laps, four.scheduler, four.cache) == (one.laps, one.scheduler, one.cache)
 
 
+@pytest.mark.parametrize("name", ["h200_unified_x4", "h200_2p2d"])
+def test_several_workers_may_have_a_longer_queue_than_one(name: str) -> None:
+    assert load_config(CONFIGS / f"{name}.yaml", {}).edge.max_queued_tokens == "auto"
+
+
 def test_the_files_for_any_gpu_choose_the_same_and_schedule_by_length() -> None:
     one = load_config(CONFIGS / "gpu.yaml", {})
     two = load_config(CONFIGS / "gpu_pd.yaml", {})

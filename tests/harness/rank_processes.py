@@ -42,6 +42,7 @@ class RankProcesses:
         self.comm: Comm
         self._size = size
         self._given = str(folder / "store"), device
+        self._num_calls = 0
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -76,18 +77,27 @@ class RankProcesses:
 
     def start(self, fn: Callable[..., Any], *args: object) -> None:
         """Run `fn(comm, *args)` on every other rank; `answers` waits for it."""
+        self._num_calls += 1
         for connection in self._connections:
-            connection.send((fn, args))
+            connection.send((self._num_calls, fn, args))
 
     def answers(self) -> list[Any]:
         """What the other ranks' functions returned. Raises AssertionError where one failed."""
         found = [
-            connection.poll(_ANSWER_S) and connection.recv() for connection in self._connections
+            self._answer(index, connection)
+            for index, connection in enumerate(self._connections, start=1)
         ]
-        for index, answer in enumerate(found, start=1):
-            assert answer, f"rank {index} did not answer"
-            assert answer[0], f"rank {index}: {answer[1]}"
-        return [answer[1] for answer in found]
+        for index, (is_right, answer) in enumerate(found, start=1):
+            assert is_right, f"rank {index}: {answer}"
+        return [answer for _, answer in found]
+
+    def _answer(self, index: int, connection: Connection) -> tuple[bool, Any]:
+        """Of the last call: a test that failed has left those of its own."""
+        while connection.poll(_ANSWER_S):
+            number, is_right, answer = connection.recv()
+            if number == self._num_calls:
+                return is_right, answer
+        raise AssertionError(f"rank {index} did not answer")
 
     def say(self, message: object) -> None:
         """To functions that run on the other ranks, which take it by `hear`."""
@@ -167,11 +177,11 @@ def _serve(connection: Connection, tests_pid: int, rank: Rank, path: str, device
     _parent.append(connection)
     comm = _connect(rank, path, device)
     while (call := connection.recv()) is not None:
-        fn, args = call
+        number, fn, args = call
         try:
-            answer = True, fn(comm, *args)
+            answer = number, True, fn(comm, *args)
         except Exception:  # noqa: BLE001 - the test's process shows it
-            answer = False, traceback.format_exc()
+            answer = number, False, traceback.format_exc()
         connection.send(answer)
     gc.collect()
     comm.close()

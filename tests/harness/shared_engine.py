@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from engine.core import Executor, PendingStep
+from engine.engine import Engine
 from engine.layers.context import Comm
 from engine.plan import StepPlan, StepResult
 from tests.engine.ranks.exact_models import planted
@@ -51,7 +54,7 @@ def _follow(comm: Comm, settings: Mapping[str, object], fault: str | None) -> Di
     """All that another rank does: build, and launch what the first launches."""
     executor = start_engine(comm, **settings).executor
     digests: Digests = []
-    with planted(fault):
+    with planted(fault if comm.rank.index == comm.rank.size - 1 else None):
         while (message := hear()) is not None:
             plan = msgspec.msgpack.decode(message, type=StepPlan)
             digests.append(_digest(plan, executor.launch(plan).wait()))
@@ -59,21 +62,42 @@ def _follow(comm: Comm, settings: Mapping[str, object], fault: str | None) -> Di
 
 
 class SharedEngine:
-    """The first rank's engine, and what all its steps came to."""
+    """The first rank's engine, and what all its steps came to, while the context is open.
+
+    At its end every rank must have had the same plans and the same tokens.
+    """
 
     def __init__(
         self, ranks: RankProcesses, settings: Mapping[str, object], fault: str | None = None
     ) -> None:
-        """fault: a mistake of the other ranks, see `planted`."""
-        self._ranks = ranks
+        """fault: a mistake of the last rank, see `planted`."""
+        self.engine: Engine
         self.digests: Digests = []
-        ranks.start(_follow, settings, fault)
-        self.engine = start_engine(ranks.comm, **settings)
-        self.engine.core.wrap_executor(
-            lambda executor: _LeadingSteps(executor, ranks, self.digests)
-        )
+        self._ranks = ranks
+        self._settings = settings
+        self._fault = fault
 
-    def end(self) -> None:
-        """The others stop; every rank had the same plans and the same tokens."""
+    def __enter__(self) -> Self:
+        self._ranks.start(_follow, self._settings, self._fault)
+        try:
+            self.engine = start_engine(self._ranks.comm, **self._settings)
+        except BaseException:
+            self._ranks.say(None)
+            raise
+        self.engine.core.wrap_executor(
+            lambda executor: _LeadingSteps(executor, self._ranks, self.digests)
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises AssertionError where a rank had other plans or tokens."""
         self._ranks.say(None)
-        assert self._ranks.answers() == [self.digests]
+        if kind is not None:
+            return
+        for index, digests in enumerate(self._ranks.answers(), start=1):
+            assert digests == self.digests, f"rank {index} had other plans or tokens"

@@ -21,6 +21,7 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "DeepseekV2ForCausalLM": "DeepseekV2Config",
     "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteConfig",
     "GptOssForCausalLM": "GptOssConfig",
     "Gemma2ForCausalLM": "Gemma2Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
@@ -71,6 +72,14 @@ DEEPSEEKS: dict[str, dict[str, object]] = {
         "n_shared_experts": 1,
         "num_nextn_predict_layers": 0,
     },
+    "Glm4MoeLiteForCausalLM": {
+        **_LATENT,
+        "q_lora_rank": 28,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "num_nextn_predict_layers": 0,
+    },
 }
 # Sizes that every kernel of latent attention covers, small enough for seconds.
 _LATENT_SIZES: dict[str, object] = {
@@ -90,6 +99,15 @@ _LATENT_SIZES: dict[str, object] = {
 LATENT_ON_GPU: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {**_LATENT_SIZES, "n_routed_experts": 16},
     "DeepseekV3ForCausalLM": {**_LATENT_SIZES, "q_lora_rank": 192, "n_routed_experts": 16},
+    "Glm4MoeLiteForCausalLM": {
+        **_LATENT_SIZES,
+        "qk_nope_head_dim": 192,  # heads as wide as the published ones
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "v_head_dim": 256,
+        "q_lora_rank": 192,
+        "n_routed_experts": 16,
+    },
 }
 # What small models of families with keys of their own have besides.
 FAMILIES: dict[str, dict[str, object]] = {

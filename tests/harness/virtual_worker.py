@@ -317,7 +317,11 @@ class Workshop:
     @contextmanager
     def instead_of_a_cluster(self) -> Iterator[None]:
         """The product's ways out of a process lead here."""
-        nothing = {"set_up_logging": lambda: None, "Lifeline": NoLifeline, "StallWatch": NoLifeline}
+        nothing = {
+            "set_up_logging": lambda level: None,
+            "Lifeline": NoLifeline,
+            "StallWatch": NoLifeline,
+        }
         ours = {
             engine_host: nothing
             | {

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.speculation.acceptance import accepted
-from kernels.guesses import (
-    GuessedLines,
-    PlannedStep,
-    RowMoves,
-    RowStates,
-    accept,
-    following,
-    move,
-)
+from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
+from kernels.guesses import accept, following, move
 from tests.harness.seeds import seed_of
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sampling.sample_cases import fresh_generator

@@ -14,7 +14,7 @@ KIB = 2**10
 SHAPES = ((24576, 4096), (4096, 12288), (6144, 4096), (4096, 4096), (28672, 4096))
 
 
-def _num_beside(num_stages: int, stage_bytes: int, memory: int) -> int:
+def _programs_per_sm(num_stages: int, stage_bytes: int, memory: int) -> int:
     """Programs that fit a multiprocessor, with what CUDA reserves for each."""
     return (memory + KIB) // (num_stages * stage_bytes + KIB)
 
@@ -28,8 +28,8 @@ def test_stages_leave_no_room_for_more_programs_where_they_can() -> None:
         given = stages_that_fit(least, stage_bytes=stage_bytes, shared_memory_bytes=memory)
         assert stages >= given
         if stages > given:
-            assert _num_beside(stages, stage_bytes, memory) == share
-            assert _num_beside(stages - 1, stage_bytes, memory) > share or stages == least
+            assert _programs_per_sm(stages, stage_bytes, memory) == share
+            assert _programs_per_sm(stages - 1, stage_bytes, memory) > share or stages == least
     assert stages_for(0, least=4, stage_bytes=KIB, shared_memory_bytes=227 * KIB) == 4
 
 
@@ -46,7 +46,7 @@ def test_products_of_many_rows_have_a_multiprocessor_each() -> None:
             cut = fp8_few.fitted_config(cut, 1, 0, 0, memory, -(-num_programs // num_sms))
             stage_bytes = cut.block_k * (cut.block_n + cut.block_m)
             assert num_programs <= num_sms
-            assert _num_beside(cut.num_stages, stage_bytes, memory) == 1, (num_rows, cut)
+            assert _programs_per_sm(cut.num_stages, stage_bytes, memory) == 1, (num_rows, cut)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.speculation.ngram import NgramDrafter, NgramRules
-from kernels.ngrams import RowEnds, look_up
+from kernels.guessed_steps import RowEnds
+from kernels.ngrams import look_up
 from tests.harness.gpus import gpu
 from tests.harness.seeds import fresh_random, seed_of
 from tests.kernels.cross_compile import compiled_for

@@ -7,7 +7,7 @@ import torch
 
 import kernels.attention.triton as attention
 from kernels import rms_norm, silu_mul
-from kernels.attention import triton_decode, triton_prefill
+from kernels.attention import decode_items, triton_decode, triton_prefill
 from kernels.attention.protocol import AttentionShape, build_step
 from kernels.device import DeviceProperties, stages_that_fit, why_unsupported
 from kernels.kv import rotate_and_store
@@ -150,7 +150,8 @@ def test_a_gpu_before_ampere_is_refused_and_the_others_are_not() -> None:
 @pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
 def test_the_compiler_needs_no_more_shared_memory_than_there_is(name: str) -> None:
     device = gpu(name)
-    with compiled_for(device, small, invariant, attention, triton_decode, triton_prefill) as found:
+    modules = small, invariant, attention, triton_decode, decode_items, triton_prefill
+    with compiled_for(device, *modules) as found:
         counters = small.tile_counters(torch.device("cpu"))
         for bucket in BUCKETS:
             x = weight_of(bucket, 4096)

@@ -399,7 +399,7 @@ class IncomingHandoffs:
         if num_rows < self._max_rows:
             terms = rank.scheduler.terms_of_joining(request, num_promised, overtakes=overtakes)
         has_room = terms is not None and _allows(
-            terms, num_new, cache.num_available_beside(hit_ids)
+            terms, num_new, cache.num_available_without(hit_ids)
         )
         load = RankLoad(
             num_requests=num_rows,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from actors.ingress.pages import LapsView, WorkerReport, laps_json
+from actors.ingress.pages import ExpertBalance, LapsView, WorkerReport, laps_json
 from actors.observability.recent_ttft import NUM_PIECES, PIECE_S, ClassTtft, TtftPiece
 from engine.length_class import LengthClass
 from engine.messages import LapsStatus, OverlapLoad, PoolMove, SpeculationLoad, WorkerLoad
@@ -57,6 +57,7 @@ def state(
     ttft: Mapping[LengthClass, ClassTtft] | None = None,
     drafts: SpeculationLoad | None = None,
     overlap: OverlapLoad | None = None,
+    experts: ExpertBalance | None = None,
 ) -> bytes:
     """The JSON for these workers that prefill and, if there is one, a decode worker."""
     pools: dict[LengthClass, list[str]] = {
@@ -75,6 +76,7 @@ def state(
             num_blocks=2048,
             speculation=drafts,
             two_batches=overlap,
+            experts=experts,
         )
         for name in names
     ]
@@ -156,7 +158,10 @@ def guessing(*, is_on: bool = True) -> bytes:
 
 
 def splitting() -> bytes:
-    """One worker that computes steps as two batches."""
+    """One worker of several ranks that computes steps as two batches and counts its experts."""
+    experts = ExpertBalance(
+        layers=(1, 2, 4), experts=(1.5, 3.25, 2.0), ranks=(1.25, 1.0, 1.125), num_idle=(0, 1200, 4)
+    )
     overlap = OverlapLoad(
         num_steps=5000,
         num_split_prompts=1200,
@@ -164,7 +169,7 @@ def splitting() -> bytes:
         num_two_chunk=7,
         num_replayed=0,
     )
-    return state([_load("unified-0", None, 0.0, 0)], overlap=overlap)
+    return state([_load("unified-0", None, 0.0, 0)], overlap=overlap, experts=experts)
 
 
 def one_worker() -> bytes:

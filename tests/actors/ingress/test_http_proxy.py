@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors.ingress import http_proxy
 from actors.ingress.http_proxy import Host, choose, haproxy_environment, this_host
 from configs.process_environment import HA_PROXY, asked_ha_proxy
 from configs.schema import HttpProxy
@@ -71,3 +72,22 @@ def test_two_applications_share_no_port_and_no_file(tmp_path: Path) -> None:
 
 def test_this_host_is_described() -> None:
     assert this_host().platform == sys.platform
+
+
+@pytest.mark.parametrize(
+    ("named", "of_this_machine", "joined"),
+    [
+        (None, None, ""),
+        (None, "192.0.2.7:6379", "192.0.2.7:6379"),
+        ("192.0.2.8:6379", "192.0.2.7:6379", "192.0.2.8:6379"),
+        ("local", "192.0.2.7:6379", ""),
+    ],
+)
+def test_ray_runs_already_where_its_own_rules_say_so(
+    named: str | None, of_this_machine: str | None, joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_proxy, "read_ray_address", lambda: of_this_machine)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("RAY_ADDRESS", named)
+    assert this_host().cluster == joined

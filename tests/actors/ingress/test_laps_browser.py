@@ -136,14 +136,18 @@ def test_drafts_are_shown_by_worker_where_there_are_any(
     assert stopped["unified-0.22997e1f"][1] == "off, as it lost time, stopped 1 time"
 
 
-def test_steps_of_two_batches_are_shown_by_worker_where_there_are_any(
+def test_two_batches_and_experts_are_shown_by_worker_where_there_are_any(
     guessing: Dom, load: Callable[..., Dom]
 ) -> None:
     assert guessing.is_hidden("overlaps")
+    assert guessing.is_hidden("balances")
     dom = load(always(states.splitting()))
     assert not dom.is_hidden("overlaps")
     found = dom.rows("splitter")
     assert found["unified-0.22997e1f"] == ["unified-0", "5,000", "1,200", "7", "30", "0"]
+    assert not dom.is_hidden("balances")
+    figures = ["2.25", "3.25 (layer 2)", "1.13", "1.25 (layer 1)", "1,204"]
+    assert dom.rows("balancer")["unified-0.22997e1f"] == ["unified-0", *figures]
 
 
 def test_moves_show_age_and_reason_and_a_name_is_never_markup(busy: Dom) -> None:

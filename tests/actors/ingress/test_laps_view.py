@@ -21,6 +21,7 @@ from engine.clock import ManualClock
 from engine.length_class import LengthClass
 from engine.messages import (
     Assign,
+    ExpertTotals,
     LapsStatus,
     LoadReport,
     OverlapLoad,
@@ -228,6 +229,24 @@ def test_steps_of_two_batches_are_counted_by_worker() -> None:
     )
     (report,) = json.loads(laps_json(_status([]), view))["reports"]
     assert report["two_batches"]["num_split_prompts"] == 4
+
+
+def test_the_json_has_how_evenly_experts_are_used_without_each_of_them() -> None:
+    link = _link(None)
+    link.experts = ExpertTotals(
+        layers=(1, 4),
+        counts=((7, 0, 0, 5), (3, 3, 3, 3)),
+        expert_imbalance=(7 / 3, 1.0),
+        rank_imbalance=(7 / 6, 1.0),
+    )
+    view = build_laps_view(model="m", ingress="i", laps=LapsConfig(), ttft={}, links=[link])
+    (report,) = json.loads(laps_json(_status([]), view))["reports"]
+    assert report["experts"] == {
+        "layers": [1, 4],
+        "experts": [7 / 3, 1.0],
+        "ranks": [7 / 6, 1.0],
+        "num_idle": [2, 0],
+    }
 
 
 def test_the_page_needs_nothing_but_itself() -> None:

@@ -17,6 +17,7 @@ from load_tests.testbed.channel_ends import End, ReceivingProcess, SendingProces
 from tests.actors.kv_transfer.hashed_stories import Computed, DecodeSide, HostMover, Mover, Stories
 from tests.actors.kv_transfer.hashed_worker import NUM_BLOCKS, HashedWorker, layout_of
 from tests.actors.kv_transfer.two_processes import Sender, TwoProcesses
+from tests.harness.forks import FORKS
 
 HOST_PIECES = "host"  # besides the kinds of channels
 # As slow as it may be: only that what arrives is right is asked here.
@@ -43,7 +44,7 @@ class HashedProcesses(TwoProcesses):
     def tell(self, kind: str, num_trials: int, seed: int, within_s: float) -> set[Computed]:
         """`Stories.tell` over one kind of channel, or HOST_PIECES."""
         self._start(_decode, 1, str(self._model))
-        answers = self._context.Queue()
+        answers = FORKS.Queue()
         process = self._start(_prefill, 0, str(self._model), kind, num_trials, seed, answers)
         return cast("set[Computed]", Sender(process, answers).wait(within_s))
 

@@ -33,6 +33,7 @@ from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner.executor import Executor
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graphs import CudaRecorder
 from engine.runner.warm_up import warm_up
 from engine.sampling.sampler import Sampler
@@ -116,10 +117,8 @@ class HashedWorker:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             sampler=self._sampler,
             attention=attention,
-            sends_blocks=True,
+            options=ExecutorOptions(sends_blocks=True, kv_scales=scales if in_fp8 else None),
         )
-        if in_fp8:
-            self._executor.use_kv_scales(scales)
         self._captures = captures
 
     def use_store(self, store: KvStore) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.request import SamplingParams
 from engine.sampling.sampled import SampledTensors
 from engine.sampling.sampler import Sampler
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 
 
 class LineSampler:

@@ -30,6 +30,7 @@ from engine.ranks.rank import Rank
 from engine.ranks.shared_stores import part_of, share_stores
 from engine.ranks.step_counts import StepCounts
 from engine.request import SamplingParams
+from engine.runner.executor_options import ExecutorOptions
 from tests.actors.kv_transfer.rank_workers import layout_of_part
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.step_driver import StepDriver
@@ -157,7 +158,8 @@ def open_side(comm: Comm, folder: Path, size: int) -> Side | None:
         return None
     comm = SINGLE_RANK if size == 1 else comm
     model, attention = build_exact(folder, comm.rank)
-    driver = StepDriver(model, seed=3, phased=attention, sends_blocks=True, comm=comm)
+    options = ExecutorOptions(sends_blocks=True)
+    driver = StepDriver(model, seed=3, phased=attention, options=options, comm=comm)
     store = driver.executor.kv_store
     if size == 1:
         return Side(driver, KvPieces(store, num_threads=1))

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ CONFIG = HandoffConfig(
     pulled_piece_bytes=200 * LAYOUT.block_bytes,
     floors_gb_s=FloorsConfig(gloo_pair=0.001),
 )
-_SPAWNS = multiprocessing.get_context("spawn")
 
 
 class TwoProcesses:
@@ -37,7 +35,6 @@ class TwoProcesses:
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
         self._device = device
-        self._context = FORKS if device == "cpu" else _SPAWNS
         self._started: list[BaseProcess] = []
 
     def start_receiver(self) -> BaseProcess:
@@ -46,7 +43,7 @@ class TwoProcesses:
 
     def start_sender(self, scenario: str, *arguments: Any) -> "Sender":
         """Run `module:function(process, folder, *arguments)`, a coroutine function, there."""
-        answers = self._context.Queue()
+        answers = FORKS.Queue()
         process = self._start(_send, 0, scenario, arguments, answers)
         return Sender(process, answers)
 
@@ -56,7 +53,7 @@ class TwoProcesses:
             process.join()
 
     def _start(self, target: Any, gpu: int, *arguments: Any) -> BaseProcess:
-        process = self._context.Process(
+        process = FORKS.Process(
             target=target, args=(str(self._folder), self._device, gpu, *arguments), daemon=True
         )
         process.start()

@@ -33,7 +33,7 @@ def kept_interval() -> Iterator[None]:
 @pytest.mark.usefixtures("kept_interval")
 def test_a_rank_launches_steps_while_other_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """What moves blocks beside the steps gives the interpreter away within a tenth of a ms."""
-    nothing = {"set_up_logging": lambda: None, "_exit": lambda code: None}
+    nothing = {"set_up_logging": lambda level: None, "_exit": lambda code: None}
     idle = dict.fromkeys(("PlanRingReader", "EngineLoader", "Heartbeat"), _Idle)
     for name, stand_in in (nothing | idle).items():
         monkeypatch.setattr(rank_worker, name, stand_in)

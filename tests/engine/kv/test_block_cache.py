@@ -127,7 +127,7 @@ def test_availability_beside_a_match_leaves_the_match_alone() -> None:
     match = cache.match(a)
     assert match[:2] == holder
     assert cache.num_available == 6
-    assert cache.num_available_beside(match) == 4
+    assert cache.num_available_without(match) == 4
     assert cache.acquire_prefix(a) == match
     assert cache.num_available == 4
 
@@ -250,7 +250,7 @@ def test_random_traffic_conserves_every_block(num_blocks: int) -> None:
         hashes = _hashes(f"{rng.randrange(6)}-", rng.randint(1, 9))
         if owners and rng.random() < 0.4:
             cache.release(owners.pop(rng.choice(list(owners))))
-        elif len(hashes) <= cache.num_available_beside(match := cache.match(hashes)) + len(match):
+        elif len(hashes) <= cache.num_available_without(match := cache.match(hashes)) + len(match):
             owners[f"r{i}"] = _fill(cache, hashes)
         if i % 25 == 0:
             cache.check_conservation(owners)

@@ -85,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         fits = num_new <= NUM_BLOCKS - len(self._refs().keys() | set(expected))
         found = self.cache.match(seq.hashes)
         assert found == expected, f"hits {found}, and should hit {expected}"
-        assert (num_new <= self.cache.num_available_beside(expected)) == fits
+        assert (num_new <= self.cache.num_available_without(expected)) == fits
         seq.blocks = self.cache.acquire_prefix(seq.hashes)
         assert seq.blocks == expected
         self.model.hit(chain)

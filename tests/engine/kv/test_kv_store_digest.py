@@ -60,8 +60,6 @@ def test_what_is_written_is_digested_on_its_way(layout: KvLayout) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_digests_what_it_writes_in_one_go() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     for layout in (
         *LAYOUTS,
         KvLayout.with_heads(
@@ -73,8 +71,6 @@ def test_a_gpu_digests_what_it_writes_in_one_go() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_digests_as_a_cpu_does() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     for head_dim, dtype in ((128, "bfloat16"), (1, "float16")):
         layout = KvLayout.with_heads(
             num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype

@@ -18,9 +18,11 @@ from engine.ranks.rank import Rank
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.tiny_models import edit_config, reference_logits, save_model
+from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+GLM = "Glm4MoeLiteForCausalLM"
 # Of DeepSeek-V3 as published, what matters here.
 PUBLISHED_V3 = {
     "architectures": [V3],
@@ -187,6 +189,73 @@ def test_a_model_may_be_dense_or_without_shared_experts(tmp_path: Path) -> None:
     mixture = load_spec(tmp_path).mixture
     assert mixture is not None
     assert mixture.shared_size is None
+
+
+# GLM-4.7-Flash as published, what matters here.
+PUBLISHED_GLM = {
+    "architectures": [GLM],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+def test_glm_is_a_deepseek_with_wider_heads(tmp_path: Path) -> None:
+    spec = load_spec(_write(tmp_path, PUBLISHED_GLM))
+    assert spec.mixture is not None
+    assert spec.latent is not None
+    assert (spec.mixture.layers, spec.num_guessing_layers) == (tuple(range(1, 47)), 1)
+    assert (spec.head_dim, spec.rms_norm_eps, spec.rope.theta) == (256, 1e-5, 1e6)
+    assert (
+        num_parameters(spec) == 29_943_390_976 + 46 * 64
+    )  # transformers' parameters, biases of routes
+    left_out = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    left_out += ("moe_intermediate_size", "n_group", "n_routed_experts", "n_shared_experts")
+    left_out += ("num_experts_per_tok", "routed_scaling_factor", "topk_group", "rms_norm_eps")
+    edit_config(tmp_path, remove=tuple(key for key in left_out if key in PUBLISHED_GLM))
+    assert load_spec(tmp_path) == spec, "what may be left out is as published"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"first_k_dense_replace": 2}, ["first_k_dense_replace", "mlp_layer_types"]),
+        ({"mlp_layer_types": ["dense", "sparse"]}, ["mlp_layer_types", "47 layers"]),
+        ({"mlp_layer_types": ["dense"] * 46 + ["rare"]}, ["mlp_layer_types", "dense or sparse"]),
+        ({"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
+    ],
+)
+def test_layers_of_glm_that_are_unclear_are_refused(
+    changes: dict[str, object], named: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_spec(_write(tmp_path, PUBLISHED_GLM, **changes))
+    for part in named:
+        assert part in refused.value.message
 
 
 # ---- files ---------------------------------------------------------------------------------------

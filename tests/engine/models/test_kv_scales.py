@@ -1,5 +1,6 @@
 """Scales of K and V in the forms in which they are published, and the errors for others."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -50,6 +51,7 @@ EXPECTED = torch.tensor([[[k, k], [v, v]] for k, v in zip(K, V, strict=True)])
         ("k_scale", "v_scale"),
         ("attn.k_scale", "attn.v_scale"),
         ("k_proj.k_scale", "v_proj.v_scale"),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale"),
         ("k_proj.output_scale", "v_proj.output_scale"),
     ],
 )
@@ -104,6 +106,22 @@ def test_a_scheme_may_be_a_word(tmp_path: Path) -> None:
     section = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
     edit_config(tmp_path, quantization_config=section)
     assert torch.equal(_load(tmp_path), EXPECTED)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_word_for_another_format_is_an_error(is_beside: bool, tmp_path: Path) -> None:
+    """As ModelOpt writes it: scales of K and V in NVFP4 have the names of those in FP8."""
+    save_model(tmp_path)
+    _add(tmp_path, _by_layer("k_proj.k_scale", "v_proj.v_scale"))
+    if is_beside:
+        section = {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    else:
+        section = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": "NVFP4"}
+        edit_config(tmp_path, quantization_config=section)
+    assert load_spec(tmp_path).quantization is None
+    with pytest.raises(ConfigError, match="'NVFP4' is not static e4m3"):
+        _load(tmp_path)
 
 
 def test_a_file_of_its_own_comes_first_and_has_a_scale_a_head(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.errors import ConfigError
 from engine.layers.moe import Mixture
@@ -108,6 +108,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm4_moe_lite_listed": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -206,19 +215,38 @@ def test_a_mixture_in_bfloat16_is_no_further_from_fp32_than_transformers(
 # ---- the whole engine ----------------------------------------------------------------------------
 
 
-def _greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+@pytest.mark.parametrize("architecture", sorted(MIXTURES | DEEPSEEKS))
+def test_an_engine_answers_as_transformers_chunked_preempted_and_from_its_cache(
+    architecture: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, architecture, seed=seed)
+    engine = start_engine(
+        model__path=str(tmp_path), cache__num_blocks=20, cache__block_size=4, laps__queue="laps",
+        laps__laps_length_threshold=8, scheduler__max_num_batched_tokens=8,
+        scheduler__max_num_seqs=4,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [_tokens(21, seed), _tokens(5, seed + 1), _tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    answers = answer(engine, [(prompt, params) for prompt in prompts])
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    for prompt, found in zip(prompts, answers, strict=True):
+        assert found.tokens == _best_after(tmp_path, prompt, found.tokens)
+    (again,) = answer(engine, [(prompts[2], params)])
+    (first,) = answer(engine, [(prompts[2], params)])
+    assert (first.records[0].num_cached_tokens or 0) >= 28
+    assert answers[2].tokens == again.tokens == first.tokens
+
+
+def _best_after(folder: Path, prompt: list[int], tokens: list[int]) -> list[int]:
+    """The best token after the prompt and each beginning of `tokens`, as transformers has it."""
+    logits = reference_logits(folder, prompt + tokens[:-1])
+    best: list[int] = logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+    return best
 
 
 @pytest.mark.parametrize("architecture", sorted(MIXTURES | DEEPSEEKS))
-def test_an_engine_answers_as_transformers_chunked_and_after_a_prefix_hit(
+def test_an_engine_scores_prompts_and_labels_as_transformers(
     architecture: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, architecture, seed=seed)
@@ -226,13 +254,23 @@ def test_an_engine_answers_as_transformers_chunked_and_after_a_prefix_hit(
         model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
         scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
     )  # fmt: skip
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    prompts = [_tokens(21, seed), _tokens(5, seed + 1), _tokens(30, seed + 2)]
-    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
-    expected = [_greedy(tmp_path, prompt, 6) for prompt in prompts]
-    for _ in range(2):  # the second time from the cache
-        found = answer(engine, [(prompt, params) for prompt in prompts])
-        assert [answered.tokens for answered in found] == expected
+    prompts, labels = [_tokens(19, seed), _tokens(23, seed + 1)], (3, 77, 130)
+    told, labelled = answer(
+        engine,
+        [
+            (prompts[0], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)),
+            (prompts[1], SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=labels)),
+        ],
+    )
+    scores, of_labels = told.records[0].prompt, labelled.records[0].prompt
+    assert scores is not None
+    assert of_labels is not None
+    theirs = reference_logits(tmp_path, prompts[0]).double().log_softmax(dim=-1)
+    found = [value for piece in scores.pieces for value in piece.chosen]
+    expected = [theirs[i, token].item() for i, token in enumerate(prompts[0][1:])]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    theirs = reference_logits(tmp_path, prompts[1])[-1].double().log_softmax(dim=-1)
+    assert of_labels.labels == pytest.approx(theirs[list(labels)].tolist(), rel=1e-4, abs=1e-4)
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("gptq", {"lm_head": True}, ["lm_head"]),
         ("gptq", {"bits": 3}, ["bits", "3"]),
         ("ct-int4-32", {"format": "marlin-24"}, ["format", "marlin-24", "pack-quantized"]),
-        ("ct-int4-32", {"format": "int-quantized"}, ["int-quantized"]),
+        ("ct-int4-32", {"format": "int-quantized"}, ["num_bits", "4", "8"]),
         ("ct-int4-32", {"ignore": []}, ["ignore", "lm_head"]),
         (
             "ct-int4-32",
@@ -323,8 +323,8 @@ def test_a_format_that_is_not_supported_is_named(
 @pytest.mark.parametrize(
     ("where", "change", "named"),
     [
-        ("input_activations", {"num_bits": 8, "type": "int"}, ["input_activations", "float"]),
-        ("weights", {"num_bits": 8}, ["num_bits", "8"]),
+        ("input_activations", {"num_bits": 4, "type": "int"}, ["input_activations", "int", "4"]),
+        ("weights", {"num_bits": 2}, ["num_bits", "2"]),
         ("weights", {"strategy": "tensor_group"}, ["strategy", "tensor_group"]),
         ("weights", {"strategy": "tensor", "symmetric": False}, ["symmetric", "tensor"]),
         ("weights", {"dynamic": True}, ["dynamic"]),

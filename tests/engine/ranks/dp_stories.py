@@ -24,6 +24,7 @@ from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.plan import StepPlan, empty_plan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
 from engine.runner.overlap_rule import OverlapRule
 from engine.sampling.sampler import Sampler
@@ -75,11 +76,11 @@ def build_executor(
         max_num_batched_tokens=MAX_TOKENS,
         sampler=Sampler(spec.vocab_size, MAX_ROWS, spec.eos_token_ids, model.device),
         attention=attention,
+        options=ExecutorOptions(
+            max_drafts=MAX_DRAFTS, second_stream_tokens=MAX_TOKENS if captures_prompts else 0
+        ),
         comm=comm,
     )
-    executor.allow_drafts(MAX_DRAFTS)
-    if captures_prompts:
-        executor.use_second_stream(MAX_TOKENS)
     if overlaps:
         executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
     if captures:

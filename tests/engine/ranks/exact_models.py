@@ -32,7 +32,7 @@ from kernels.attention.reference import ReferenceAttention
 from kernels.moe import form, reference
 from kernels.moe.routes import Routes
 from kernels.reference import TorchOps, silu_mul
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from tests.engine.runner.graph_story import RowTensorAttention
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from engine.errors import ConfigError, EngineError
 from engine.layers.context import Comm
 from engine.layers.linear import DenseLinear
 from engine.layers.vocabulary import build_head
+from engine.models.llama import CausalLM
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.models.weights import load_weights
 from engine.plan import StepResult
@@ -24,12 +25,13 @@ from engine.request import SamplingParams
 from engine.runner.auto import Calibration, Limits, StepSizes
 from engine.runner.calibration import Room, calibrate
 from engine.runner.executor import Executor
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.kv_memory import num_blocks_that_fit
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
 from engine.sampling.embeddings import Embeddings
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
@@ -42,6 +44,11 @@ EXCHANGED = WeightSource(sharing="exchanged")
 GATHERED = WeightSource(sharing="gathered")
 EXPERT_PARALLEL = WeightSource(sharing="experts")
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
+
+
+def exchanging(model: CausalLM, *, min_tokens: int) -> ExecutorOptions:
+    """Steps of at least `min_tokens` tokens share them out between ranks, if the model can."""
+    return ExecutorOptions(min_exchanged_tokens=min_tokens if model.can_exchange else None)
 
 
 def tell(
@@ -61,9 +68,8 @@ def tell(
     sums = SnappingSums(comm) if fuses else None
     with planted(fault), snapped_mixtures(), skips, patch.object(comm, "fused_sums", sums):
         model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
-        driver = StepDriver(model, seed=1, phased=attention, comm=comm)
-        if model.can_exchange:
-            driver.executor.exchange_tokens(2)
+        options = exchanging(model, min_tokens=2)
+        driver = StepDriver(model, seed=1, phased=attention, options=options, comm=comm)
         if overlaps:
             driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
         if captures:
@@ -157,9 +163,7 @@ def logits_of(
 ) -> Tensor:
     device = torch.device("cpu")
     model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
-    driver = StepDriver(model, seed=2, comm=comm)
-    if model.can_exchange:
-        driver.executor.exchange_tokens(1)
+    driver = StepDriver(model, seed=2, options=exchanging(model, min_tokens=1), comm=comm)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)
 

@@ -14,7 +14,7 @@ from tests.harness.gpu_ranks import GPU_RANKS
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+pytestmark = pytest.mark.multi_gpu
 
 NUM_TRIALS = 50
 

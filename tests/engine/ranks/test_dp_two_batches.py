@@ -14,8 +14,9 @@ from engine.runner.dp_meetings import DpMeetings
 from engine.runner.dp_steps import DpSteps
 from engine.runner.graph_sizes import split_verify_sizes
 from engine.runner.graphs import OverlapStatistics
-from engine.runner.inputs import StepBuffers, write_idle_batch
+from engine.runner.inputs import write_idle_batch
 from engine.runner.split_decodes import _rows_of
+from engine.runner.step_buffers import StepBuffers
 from kernels.attention.protocol import build_step
 from tests.engine.ranks.dp_stories import (
     DP_ATTENTION,

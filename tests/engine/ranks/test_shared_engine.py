@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +56,8 @@ def alone() -> Engine:
 
 @pytest.fixture
 def shared(ranks: RankProcesses) -> Iterator[SharedEngine]:
-    started = SharedEngine(ranks, SETTINGS)
-    yield started
-    started.end()
+    with SharedEngine(ranks, SETTINGS) as started:
+        yield started
 
 
 def _prompts(texts: Sequence[str]) -> list[list[int]]:
@@ -148,12 +149,9 @@ def test_steps_as_two_batches_give_the_answers_of_one_rank(
     ]
     requests = [(prompt * 3, kind) for prompt, kind in zip(_prompts(TEXTS[:4]), kinds, strict=True)]
     theirs = answer(alone, requests)
-    shared = SharedEngine(ranks, SETTINGS | overlap)
-    try:
+    with SharedEngine(ranks, SETTINGS | overlap) as shared:
         for _ in range(2):
             _assert_same(answer(shared.engine, requests), theirs)
-    finally:
-        shared.end()
     told = shared.engine.load().two_batches
     assert told is not None
     assert alone.load().two_batches is None
@@ -175,9 +173,8 @@ def test_embeddings_are_those_of_one_rank(ranks: RankProcesses, tmp_path: Path) 
     settings = SETTINGS | {"model__path": str(tmp_path)}
     asks = SamplingParams(max_tokens=0, temperature=0.0, wants_embedding=True)
     requests = [(range(3 * i, 5 * i + 1), asks) for i in range(1, 20)]
-    together = SharedEngine(ranks, settings)
-    found = answer(together.engine, requests)
-    together.end()
+    with SharedEngine(ranks, settings) as together:
+        found = answer(together.engine, requests)
     for ours, theirs in zip(found, answer(start_engine(**settings), requests), strict=True):
         vectors = [
             np.frombuffer(one.records[0].prompt.embedding, dtype=np.float32)
@@ -210,12 +207,9 @@ def test_an_engine_with_whole_experts_on_each_rank_gives_the_answers_of_one(
         "workers__expert_parallel": True,
         "workers__expert_exchange_min_tokens": min_exchanged,
     }
-    together = SharedEngine(ranks, settings | shares)
-    try:
+    with SharedEngine(ranks, settings | shares) as together:
         for _ in range(2):
             _assert_same(answer(together.engine, requests), theirs)
-    finally:
-        together.end()
 
 
 def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
@@ -229,17 +223,27 @@ def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
     assert len(engine.hasher.chain(*salted)) == 4
 
 
-@pytest.mark.parametrize(
-    ("fault", "temperature"), [(BEST_FAULT, 0.0), ("logits in another order", 1.0)]
-)
-def test_a_rank_that_goes_its_own_way_shows_in_the_digests(
-    ranks: RankProcesses, fault: str, temperature: float
-) -> None:
-    drifting = SharedEngine(ranks, SETTINGS, fault=fault)
-    asks = SamplingParams(max_tokens=4, temperature=temperature, seed=1, ignore_eos=True)
-    answer(drifting.engine, [(_prompts(TEXTS[:1])[0], asks)])
-    with pytest.raises(AssertionError):
-        drifting.end()
+def test_a_rank_that_goes_its_own_way_shows_in_the_digests(ranks: RankProcesses) -> None:
+    asks = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+    with (
+        pytest.raises(AssertionError, match="rank 1 had other"),
+        SharedEngine(ranks, SETTINGS, fault="logits in another order") as drifting,
+    ):
+        answer(drifting.engine, [(_prompts(TEXTS[:1])[0], asks)])
+
+
+@pytest.mark.parametrize("fault", [None, BEST_FAULT])
+def test_each_of_four_ranks_is_compared_with_the_first(fault: str | None, tmp_path: Path) -> None:
+    asks = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    shows = nullcontext() if fault is None else pytest.raises(AssertionError, match="rank 3 had")
+    with RankProcesses(4, tmp_path) as four, shows, SharedEngine(four, SETTINGS, fault) as shared:
+        answer(shared.engine, [(range(3, 9), asks)])
+
+
+def test_ranks_whose_test_has_failed_serve_the_next(ranks: RankProcesses) -> None:
+    with pytest.raises(ZeroDivisionError), SharedEngine(ranks, SETTINGS):
+        raise ZeroDivisionError
+    assert ranks.run(attrgetter("rank.index")) == [0, 1]
 
 
 # ---- what ranks agree on -------------------------------------------------------------------------
@@ -290,14 +294,11 @@ def test_thresholds_of_two_batches_may_be_measured_at_the_start(
     }
     asks = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     requests = [(prompt * 3, asks) for prompt in _prompts(TEXTS)] * 5
-    shared = SharedEngine(ranks, SETTINGS | measured)
-    try:
+    with SharedEngine(ranks, SETTINGS | measured) as shared:
         told = shared.engine.load().two_batches
         assert told is not None
         assert told.num_steps == told.num_split_prompts == told.num_replayed == 0
         _assert_same(answer(shared.engine, requests), answer(alone, requests))
-    finally:
-        shared.end()
 
 
 def test_a_second_stream_without_graphs_is_refused() -> None:
@@ -315,9 +316,6 @@ def test_ranks_keep_their_heads_in_e4m3(ranks: RankProcesses, tmp_path: Path) ->
     }
     asked = [(ids, SamplingParams(max_tokens=12, temperature=0.0)) for ids in _prompts(TEXTS)]
     expected = answer(start_engine(**settings), asked)
-    started = SharedEngine(ranks, settings)
-    try:
+    with SharedEngine(ranks, settings) as started:
         _assert_same(answer(started.engine, asked), expected)
         assert started.engine.layout.scales == started.engine.whole_layout.scales
-    finally:
-        started.end()

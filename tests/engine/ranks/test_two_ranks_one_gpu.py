@@ -15,7 +15,7 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.names import AttentionName, AttentionNames
-from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED
+from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED, exchanging
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.test_gpu_engine import DECISIVE, mixed_work
 from tests.harness.in_process import GREEDY, answer
@@ -68,9 +68,10 @@ def _logits(
     cuda = torch.device("cuda")
     model = build_model(folder, dtype=torch.bfloat16, device=cuda, rank=comm.rank, source=source)
     attention = AttentionNames(prefill=prefill, decode="triton")
-    driver = StepDriver(model, seed=3, block_size=16, comm=comm, attention=attention)
-    if model.can_exchange:
-        driver.executor.exchange_tokens(100)
+    options = exchanging(model, min_tokens=100)
+    driver = StepDriver(
+        model, seed=3, block_size=16, comm=comm, attention=attention, options=options
+    )
     driver.admit(0, [(7 * i) % 131 for i in range(300)])
     driver.admit(1, [(5 * i) % 131 for i in range(40)])
     found = [driver.logits({0: 150, 1: 31})]
@@ -125,12 +126,11 @@ def test_whole_experts_give_logits_close_to_those_of_one_rank(
 
 def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
     tokenizing = load_tokenizer(MODEL)
-    shared = SharedEngine(ranks, SETTINGS)
     prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
-    found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    with SharedEngine(ranks, SETTINGS) as shared:
+        found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
     for answered, expected in zip(found, DECISIVE.values(), strict=True):
         assert tokenizing.decode(answered.tokens).startswith(expected)
-    shared.end()
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
@@ -139,8 +139,7 @@ def test_both_ranks_sample_the_same_over_mixed_steps(
 ) -> None:
     """More requests than rows, every kind of sampling; steps in flight behind each other."""
     _save(tmp_path, num_kv_heads)
-    shared = SharedEngine(ranks, SETTINGS | {"model__path": str(tmp_path)})
-    found = answer(shared.engine, mixed_work(seed=7, count=60))
+    with SharedEngine(ranks, SETTINGS | {"model__path": str(tmp_path)}) as shared:
+        found = answer(shared.engine, mixed_work(seed=7, count=60))
     assert all(one.finish for one in found)
     assert len(shared.digests) > 60
-    shared.end()

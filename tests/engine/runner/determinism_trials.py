@@ -65,4 +65,5 @@ def _hash_among_others(start: Start, prompt: list[int], seed: int) -> str:
 
 
 def _digest(logits: torch.Tensor) -> str:
+    assert logits.isfinite().all(), "what is not a number has the same bits everywhere"
     return hashlib.blake2b(logits.cpu().numpy().tobytes()).hexdigest()

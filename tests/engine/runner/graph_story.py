@@ -14,7 +14,7 @@ from engine.sampling.sampled import SampledTensors
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 
 # One of each way that a row may sample.

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from engine.models.llama import CausalLM, attention_shape
 from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
+from engine.runner.executor_options import DEFAULT_OPTIONS, ExecutorOptions
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.names import AttentionNames
@@ -43,7 +45,7 @@ class StepDriver:
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
         phased: Phases | None = None,
-        sends_blocks: bool = False,
+        options: ExecutorOptions = DEFAULT_OPTIONS,
         comm: Comm = SINGLE_RANK,
         kv_scales: Tensor | None = None,
     ) -> None:
@@ -53,6 +55,8 @@ class StepDriver:
         V are kept as e4m3 numbers of these.
         """
         is_fp8 = kv_scales is not None
+        if kv_scales is not None:
+            options = replace(options, kv_scales=KvScales.of(kv_scales.to(model.device)))
         dtype = "fp8_e4m3" if is_fp8 else _DTYPES[model.dtype]
         layout = model.spec.kv_layout(block_size=block_size, dtype=dtype)
         self.executor = Executor(
@@ -74,11 +78,9 @@ class StepDriver:
                 fixed_tile=fixed_tile,
                 is_fp8=is_fp8,
             ),
-            sends_blocks=sends_blocks,
+            options=options,
             comm=comm,
         )
-        if kv_scales is not None:
-            self.executor.use_kv_scales(KvScales.of(kv_scales.to(model.device)))
         self.block_size = block_size
         self.random = random.Random(seed)
         self.free_blocks = list(range(num_blocks))

@@ -23,6 +23,7 @@ from engine.runner.auto import (
     describe,
     needs_calibration,
 )
+from engine.runner.graph_sizes import verify_sizes
 from kernels.device import DeviceProperties, device_properties
 from tests.harness.gpus import GPUS, gpu
 from tests.harness.weight_counts import num_parameters
@@ -139,6 +140,54 @@ def test_rows_and_step_tokens_agree_when_one_of_them_is_given() -> None:
     assert (many_rows.max_rows, many_rows.max_tokens) == (5000, 10_000)
     blocks = choose_sizes(config_of(cache__num_blocks=1000), gpu("H200"), QWEN3)
     assert blocks.max_rows == 8  # 16,000 tokens are 15 rows
+
+
+# Tokens of the largest graph with drafts; eight a row.
+EXPECTED_VERIFY = {
+    "A100 40GB": 512,
+    "A100 80GB": 512,
+    "A10": 24 * 9,
+    "L4": 24 * 9,
+    "L40S": 512,
+    "RTX 4090": 32 * 9,
+    "RTX 5090": 512,
+    "RTX PRO 6000": 512,
+    "H100": 512,
+    "H200": 512,
+    "B200": 512,
+}
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_graphs_with_drafts_take_a_twentieth_of_the_memory_at_most(name: str) -> None:
+    config, device = config_of(speculation__drafter="ngram"), gpu(name)
+    sizes = choose_sizes(config, device, QWEN3)
+    assert sizes.max_verify_tokens == EXPECTED_VERIFY[name]
+    lines = sum(size.num_lines for size in verify_sizes(sizes.max_rows, sizes.max_verify_tokens))
+    assert lines * QWEN3.logits_bytes <= device.memory_bytes // 20
+    assert sizes.choices[-1] == Choice(
+        key="speculation.max_graph_tokens",
+        value=sizes.max_verify_tokens,
+        why=f"logits of {lines * QWEN3.logits_bytes / 2**20:,.0f} MiB",
+    )
+    uncaptured = sizes.without_verification()
+    assert (uncaptured.max_verify_tokens, uncaptured.choices) == (0, sizes.choices[:-1])
+    assert choose_sizes(config_of(), device, QWEN3) == uncaptured
+    assert choose_sizes(config, device, QWEN3, decodes=False) == uncaptured
+
+
+def test_graphs_with_drafts_are_as_large_as_rows_steps_and_memory_allow() -> None:
+    def chosen_for(device: DeviceProperties, **overrides: object) -> int:
+        config = config_of(speculation__drafter="ngram", **overrides)
+        return choose_sizes(config, device, QWEN3).max_verify_tokens
+
+    h200 = gpu("H200")
+    assert chosen_for(h200, scheduler__max_num_seqs=16, speculation__max_drafts=3) == 64
+    assert chosen_for(h200, scheduler__max_num_batched_tokens=300) == 300
+    assert chosen_for(gpu("L4"), scheduler__max_num_seqs=128) == 256  # halved once
+    for number in (0, 5000):
+        assert chosen_for(h200, speculation__max_graph_tokens=number) == number
+    assert chosen_for(device_properties(torch.device("cpu"))) == 0
 
 
 def test_a_gpu_that_cannot_run_the_model_is_an_error_that_says_why() -> None:

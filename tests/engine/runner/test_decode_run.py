@@ -17,7 +17,9 @@ from engine.models.registry import build_model
 from engine.plan import StepPlan
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.graph_sizes import GraphSize
-from engine.runner.inputs import InputBatch, RequestRows, StepBuffers, write_input_batch
+from engine.runner.inputs import InputBatch, write_input_batch
+from engine.runner.request_rows import RequestRows
+from engine.runner.step_buffers import StepBuffers
 from tests.engine.runner.graph_story import (
     RerunRecorder,
     decode_ahead,

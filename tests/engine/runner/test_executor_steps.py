@@ -13,7 +13,7 @@ from engine.models.registry import build_model
 from engine.request import SamplingParams
 from engine.sampling.sampled import SampledTensors
 from engine.sampling.sampler import Sampler
-from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.choices import GreedyChoice
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.tiny_models import reference_logits, save_model

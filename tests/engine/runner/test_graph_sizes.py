@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import LapsConfig
+from configs.schema import LapsConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.runner.auto import StepSizes
-from engine.runner.captured_sizes import build_prompt_sizes
+from engine.runner.captured_sizes import build_prompt_sizes, build_verify_sizes
 from engine.runner.graph_sizes import MAX_LATENT_TOKENS, GraphSize, decode_sizes, ragged_sizes
 from engine.runner.grid_sizes import grid_sizes
 from kernels.attention.phased import PhasedAttention
@@ -167,3 +168,20 @@ def test_what_was_asked_for_and_cannot_be_captured_is_an_error(
     attention = _attention(can_capture_prompts=True)
     with pytest.raises(ConfigError, match=rf"{key}.*set model\.attention\.decode"):
         build_prompt_sizes(_config(**laps), SIZES, attention, uses_graphs=False)
+
+
+def test_steps_with_drafts_are_captured_as_far_as_they_can_be() -> None:
+    def captured(asked: SpeculationConfig, most: int, *, can_capture: bool = True) -> list[int]:
+        attention = _attention(can_capture_prompts=can_capture)
+        sizes = replace(SIZES, max_verify_tokens=most)
+        found = build_verify_sizes(asked, sizes, attention, uses_graphs=True)
+        return [size.num_tokens for size in found]
+
+    auto = SpeculationConfig(drafter="ngram", max_drafts=3)
+    assert auto.max_graph_tokens == "auto"
+    assert captured(auto, 40)[-1] == 40
+    assert captured(auto, 512)[-1] == 4 * SIZES.max_rows
+    assert captured(auto, 512, can_capture=False) == captured(auto, 0) == []
+    assert captured(SpeculationConfig(), 512) == []  # what drafts has no steps with drafts
+    with pytest.raises(ConfigError, match=r"speculation\.max_graph_tokens.*attention_backend"):
+        captured(msgspec.structs.replace(auto, max_graph_tokens=40), 40, can_capture=False)

@@ -15,6 +15,7 @@ from engine.layers.operations import Flow, Lane, Op
 from engine.layers.schedules import InlineLanes
 from engine.models.registry import build_model
 from engine.ranks.rank import WHOLE_MODEL
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import decode_sizes, ragged_sizes
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.shared_stream import SharedExpertStream
@@ -141,9 +142,8 @@ def test_only_graphs_of_few_tokens_use_a_second_stream(tmp_path: Path) -> None:
     with snapped_mixtures():
         for max_tokens in (0, 4):
             model, attention = build_exact(tmp_path, WHOLE_MODEL, captures=True)
-            driver = StepDriver(model, seed=2, phased=attention)
-            if max_tokens:
-                driver.executor.use_second_stream(max_tokens)
+            options = ExecutorOptions(second_stream_tokens=max_tokens)
+            driver = StepDriver(model, seed=2, phased=attention, options=options)
             with patch.object(
                 SharedExpertStream, "forward", autospec=True, side_effect=SharedExpertStream.forward
             ) as dual:

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.overlap_rule import OverlapRule
@@ -59,10 +60,9 @@ def _driver(
         attention=AttentionNames(prefill=attention, decode=attention),
         fixed_tile=is_deterministic,
         sampler=LogitSampler(model, 24),
+        options=ExecutorOptions(second_stream_tokens=max_dual_stream),
         comm=comm,
     )
-    if max_dual_stream:
-        driver.executor.use_second_stream(max_dual_stream)
     if rule is not None:
         driver.executor.overlap_two_batches(rule, threshold=0.48)
     recorder = CudaRecorder()
@@ -139,9 +139,8 @@ def test_prompt_graphs_of_few_tokens_have_the_second_stream_too(tmp_path: Path) 
             num_blocks=600,
             attention=AttentionNames(prefill="triton", decode="triton"),
             sampler=LogitSampler(model, 8),
+            options=ExecutorOptions(second_stream_tokens=max_dual_stream),
         )
-        if max_dual_stream:
-            driver.executor.use_second_stream(max_dual_stream)
         sizes = ragged_sizes(8, 512)
         driver.executor.capture_graphs(CudaRecorder(), lambda _: None, prompts=sizes)
         for row, length in enumerate((60, 3, 200)):

@@ -7,6 +7,7 @@ import torch
 
 from engine.kv.digests import BlockDigests
 from engine.models.registry import build_model
+from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from tests.engine.runner.step_driver import StepDriver
@@ -32,7 +33,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         seed=random.randrange(2**32),
         block_size=16 if is_gpu else 4,
         max_rows=MAX_ROWS,
-        sends_blocks=True,
+        options=ExecutorOptions(sends_blocks=True),
     )
     if is_gpu:
         driver.executor.capture_graphs(CudaRecorder(), print, prompts=ragged_sizes(MAX_ROWS, 64))

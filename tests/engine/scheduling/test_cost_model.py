@@ -177,7 +177,7 @@ def test_the_longest_chunk_keeps_the_step_and_one_token_more_would_not(
         return costs.step_seconds(beside.with_prompt(num_new, num_cached))
 
     chunk = costs.max_chunk_tokens(
-        num_cached=num_cached, beside=beside, max_step_s=max_step_s, max_tokens=max_tokens
+        num_cached=num_cached, other_work=beside, max_step_s=max_step_s, max_tokens=max_tokens
     )
     assert 0 <= chunk <= max_tokens
     assert chunk == 0 or seconds(chunk) <= max_step_s

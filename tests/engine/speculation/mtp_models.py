@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from tests.harness.tiny_models import edit_config, save_model
@@ -15,13 +15,15 @@ NUM_LAYERS = 2  # of the target: one dense, one a mixture
 _PREFIX = f"model.layers.{NUM_LAYERS}."
 
 
-def save_mtp_model(folder: Path, *, seed: int, **settings: object) -> None:
-    """A DeepSeek-V3 whose last layer is published as the one that guesses: it is like the others.
+def save_mtp_model(
+    folder: Path, *, seed: int, architecture: str = "DeepseekV3ForCausalLM", **settings: object
+) -> None:
+    """A model whose last layer is published as the one that guesses: it is like the others.
 
     Beside the layer: its norms and its map, and copies of embedding and head, which are wrong.
     """
     settings = {"num_hidden_layers": NUM_LAYERS + 1, **settings}
-    save_model(folder, "DeepseekV3ForCausalLM", seed=seed, **settings)
+    save_model(folder, architecture, seed=seed, **settings)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +39,8 @@ def save_mtp_model(folder: Path, *, seed: int, **settings: object) -> None:
     for name in ("embed_tokens", "shared_head.head"):
         tensors[f"{_PREFIX}{name}.weight"] = torch.zeros_like(tensors["lm_head.weight"])
     save_file(tensors, path, metadata={"format": "pt"})
-    edit_config(folder, num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1)
+    counts = {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    edit_config(folder, **counts, mlp_layer_types=None)  # GLM's list has the layer that guesses
 
 
 def make_guessable(folder: Path, seed: int, strength: float) -> None:
@@ -67,8 +70,11 @@ class PlainMtp:
 
     @staticmethod
     def _model(folder: Path, num_layers: int) -> PreTrainedModel:
+        config = AutoConfig.from_pretrained(folder, num_hidden_layers=num_layers)
+        if config.model_type == "glm4_moe_lite":  # its list was made before
+            config.mlp_layer_types = ["dense"] + ["sparse"] * (num_layers - 1)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32, num_hidden_layers=num_layers
+            folder, attn_implementation="eager", dtype=torch.float32, config=config
         ).eval()
         return model
 

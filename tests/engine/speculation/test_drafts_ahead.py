@@ -23,7 +23,7 @@ from engine.runner.graph_sizes import ragged_sizes, verify_sizes
 from engine.scheduling.drafting import Drafting
 from engine.speculation.draft_model import DraftModel
 from kernels.attention.phased import PhasedAttention
-from kernels.guesses import GuessedLines
+from kernels.guessed_steps import GuessedLines
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.speculation.eagle_heads import save_head
 from tests.engine.speculation.exact_engines import exact_arithmetic, exact_model, start_exact

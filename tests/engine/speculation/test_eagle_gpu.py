@@ -46,6 +46,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, head
 
 
+@pytest.fixture(scope="module")
+def expected(folders: tuple[Path, Path]) -> list[list[int]]:
+    """Deterministic mode's answers without drafts."""
+    plain = start_engine(**BASE, model__path=str(folders[0]), model__deterministic=True)
+    return [found.tokens for found in answer(plain, mixed_work())]
+
+
 def _settings(folders: tuple[Path, Path], **overrides: object) -> dict[str, Any]:
     target, head = folders
     drafts = {
@@ -58,10 +65,9 @@ def _settings(folders: tuple[Path, Path], **overrides: object) -> dict[str, Any]
     return {**BASE, "model__path": str(target), **drafts, **overrides}
 
 
-def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path]) -> None:
-    target, _ = folders
-    plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
-    expected = [found.tokens for found in answer(plain, mixed_work())]
+def test_no_answer_changes_and_graphs_draft_the_same(
+    folders: tuple[Path, Path], expected: list[list[int]]
+) -> None:
     proposals = []
     for graphs in (True, False):
         engine = start_engine(
@@ -78,14 +84,11 @@ def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path])
 
 
 @pytest.mark.parametrize(
-    "graphs", [{}, {"speculation__max_graph_tokens": 64}, {"execution__cuda_graphs": False}]
+    "graphs", [{}, {"speculation__max_graph_tokens": 0}, {"execution__cuda_graphs": False}]
 )
 def test_no_answer_changes_where_drafts_stay_on_the_device(
-    folders: tuple[Path, Path], graphs: dict[str, Any]
+    folders: tuple[Path, Path], expected: list[list[int]], graphs: dict[str, Any]
 ) -> None:
-    target, _ = folders
-    plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
-    expected = [found.tokens for found in answer(plain, mixed_work())]
     engine = start_engine(**_settings(folders, model__deterministic=True, **graphs))
     drafting = engine.core.scheduler.drafting
     assert drafting.drafter is not None

@@ -42,6 +42,12 @@ def test_greedy_drafts_are_those_of_an_independent_layer(folder: Path) -> None:
         assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts)), tokens
 
 
+def test_the_layer_of_glm_drafts_likewise(tmp_path: Path) -> None:
+    save_mtp_model(tmp_path, seed=SEED, architecture="Glm4MoeLiteForCausalLM")
+    for tokens, drafts in greedy_proposals(start(tmp_path), SEED)[::9]:
+        assert drafts == plain_mtp(tmp_path).greedy_drafts(tokens, len(drafts)), tokens
+
+
 def test_the_layer_of_a_quantised_model_drafts_likewise(folder: Path, tmp_path: Path) -> None:
     """DeepSeek-V3 is published in FP8, the layer too, but for its map of both streams."""
     stands_for = tmp_path / "stands_for"

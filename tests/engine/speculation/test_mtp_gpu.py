@@ -27,30 +27,48 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-def test_no_answer_changes_and_graphs_draft_the_same(tmp_path: Path) -> None:
+def _save(folder: Path, seed: int) -> Path:
     sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
-    save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
-    settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
-    expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(30))]
+    save_mtp_model(folder, seed=seed, **{**sizes, "num_hidden_layers": 3})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("model"), seed=5)
+
+
+def _fixed(folder: Path, **overrides: object) -> dict[str, Any]:
+    """Settings of deterministic mode."""
+    return {**BASE, "model__path": str(folder), "model__deterministic": True, **overrides}
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """Deterministic mode's answers without drafts."""
+    return [found.tokens for found in answer(start_engine(**_fixed(folder)), mixed_work(30))]
+
+
+def test_no_answer_changes_and_graphs_draft_the_same(
+    folder: Path, expected: list[list[int]]
+) -> None:
     proposals = []
     for graphs in (True, False):
-        engine = start_engine(**settings, **DRAFTS, execution__cuda_graphs=graphs)
+        engine = start_engine(**_fixed(folder, **DRAFTS, execution__cuda_graphs=graphs))
         proposals.append(record_proposals(engine))
         assert [found.tokens for found in answer(engine, mixed_work(30))] == expected
     assert_same_drafts(*proposals)
 
 
-def test_steps_with_drafts_replay_graphs_and_change_no_answer(tmp_path: Path) -> None:
+def test_steps_with_drafts_replay_graphs_and_change_no_answer(
+    folder: Path, expected: list[list[int]]
+) -> None:
     """Of latent attention, which reads a row's latents once a token there."""
-    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
-    save_mtp_model(tmp_path, seed=7, **{**sizes, "num_hidden_layers": 3})
-    settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
-    expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(24))]
-    engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=96)
+    engine = start_engine(**_fixed(folder, **DRAFTS, speculation__max_graph_tokens=96))
     graphs = engine.executor._graphs.verify
     assert graphs is not None
     with patch.object(graphs, "replay", wraps=graphs.replay) as replay:
-        assert [found.tokens for found in answer(engine, mixed_work(24))] == expected
+        assert [found.tokens for found in answer(engine, mixed_work(30))] == expected
     assert replay.call_count > 10
 
 
@@ -76,9 +94,8 @@ def test_drafts_that_no_host_reads_over_latents_give_the_same_answers(tmp_path: 
 
     Other kernels than those of plain steps, so a near tie may end another way.
     """
-    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
-    save_mtp_model(tmp_path, seed=8, **{**sizes, "num_hidden_layers": 3})
-    settings = {**BASE, "model__path": str(tmp_path), "model__dtype": "float16"}
+    folder = _save(tmp_path, seed=8)
+    settings = {**BASE, "model__path": str(folder), "model__dtype": "float16"}
     expected = [found.tokens for found in answer(start_engine(**settings), mixed_work(24))]
     for overlap, max_graph_tokens in ((False, 0), (True, 0), (True, 96)):
         engine = start_engine(

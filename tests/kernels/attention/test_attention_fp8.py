@@ -121,7 +121,7 @@ def _triton(case: Stored, **options: Any) -> Any:
 
 
 def _verify(case: Stored, max_queries: int, **tiles: Any) -> Any:
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.triton_verify import TritonVerify
 
     return TritonVerify(
@@ -135,7 +135,7 @@ def _verify(case: Stored, max_queries: int, **tiles: Any) -> Any:
 
 
 def _small_tiles() -> dict[str, Any]:
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.triton_prefill import PrefillConfig
 
     return {

@@ -74,7 +74,7 @@ def _backend(problem: Problem, **options: Any) -> "TritonAttention":
 
 
 def _small_tiles() -> dict[str, Any]:
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.triton_prefill import PrefillConfig
 
     return {
@@ -143,14 +143,15 @@ def test_sinks_that_the_shape_does_not_have_are_refused() -> None:
 def test_the_kernels_compile_for_a_hopper_gpu(
     head_dim: int, has_sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kernels.attention import decode_items, triton_decode, triton_prefill
     from kernels.attention import triton as attention
-    from kernels.attention import triton_decode, triton_prefill
 
     device = gpu("H200")
     shape = _shape((8, 2), head_dim, has_sinks, None, softcap)
     problem = build_problem([(70, 1), (3, 40)], shape, block_size=16, dtype=torch.bfloat16)
     monkeypatch.setattr(attention, "check_supported", lambda *_: None)
-    with compiled_for(device, attention, triton_prefill, triton_decode) as shared_bytes:
+    modules = attention, triton_prefill, triton_decode, decode_items
+    with compiled_for(device, *modules) as shared_bytes:
         for fixed_tile in (False, True):
             backend = _backend(problem, fixed_tile=fixed_tile)
             for layer in range(len(shape.layer_windows)):

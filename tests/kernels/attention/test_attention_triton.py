@@ -58,7 +58,7 @@ def _backend(problem: Problem, **options: Any) -> "TritonAttention":
 
 def _small_tiles() -> dict[str, Any]:
     """Tiles so small that short rows are split, masked and combined in every way."""
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.triton_prefill import PrefillConfig
 
     return {
@@ -232,7 +232,7 @@ def test_small_cases_equal_float64_in_the_interpreter(cases: str) -> None:
 
 def plan_cases() -> None:
     """Called in a process of its own, where Triton interprets."""
-    from kernels.attention.triton_decode import DecodeConfig, open_decode, plan_decode
+    from kernels.attention.decode_items import DecodeConfig, open_decode, plan_decode
 
     draw = fresh_random()
     config = DecodeConfig(tile_keys=16, min_part_tiles=2, num_programs=10)
@@ -252,7 +252,7 @@ def plan_cases() -> None:
 
 def _assert_parts_are_balanced(*row_tiles: int) -> None:
     """Parts of sqrt(tiles / 8), rounded, where programs are left for all."""
-    from kernels.attention.triton_decode import DecodeConfig, open_decode, plan_decode
+    from kernels.attention.decode_items import DecodeConfig, open_decode, plan_decode
 
     rows = FixedRows(len(row_tiles), 1, "cpu").rows
     rows.num_keys.copy_(torch.tensor([16 * tiles for tiles in row_tiles]))

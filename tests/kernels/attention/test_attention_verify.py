@@ -47,7 +47,7 @@ def _shape(heads: tuple[int, int], head_dim: int, *, has_sinks: bool = False) ->
 
 def _backend(problem: Problem, max_queries: int, **tiles: Any) -> "TritonVerify":
     # Imported late: the interpreter is chosen when Triton is.
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.triton_verify import TritonVerify
 
     return TritonVerify(
@@ -197,10 +197,10 @@ def test_longer_rows_and_other_heads_are_refused() -> None:
 def _compile(
     name: str, cases: Sequence[tuple[tuple[int, int], int, int]], nums_rows: Sequence[int]
 ) -> None:
-    from kernels.attention import triton, triton_decode, triton_verify
+    from kernels.attention import decode_items, triton, triton_verify
 
     device = gpu(name)
-    with compiled_for(device, triton, triton_decode, triton_verify) as found:
+    with compiled_for(device, triton, decode_items, triton_verify) as found:
         for heads, head_dim, max_queries in cases:
             for has_sinks in (False, True)[: len(nums_rows)]:  # and numbers of 8 bits likewise
                 shape = _shape(heads, head_dim, has_sinks=has_sinks)
@@ -216,7 +216,7 @@ def _compile(
                     config = triton.fitted_decode(triton.decode_config_for(num_rows), wide, device)
                     rows = problem.step.device_rows
                     work = triton_verify.open_verify(rows, 100, shape, config, max_queries)
-                    triton_decode.plan_decode(work.split)
+                    decode_items.plan_decode(work.split)
                     q = torch.empty(problem.step.num_tokens, *heads[:1], head_dim).bfloat16()
                     triton_verify.verify_attention(
                         q, torch.empty_like(q).flatten(1), 1, store, work, problem.sinks, scales

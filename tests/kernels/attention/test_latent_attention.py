@@ -41,6 +41,7 @@ def _shape(num_heads: int, rank: int, rope: int, nope: int, value: int) -> Laten
 SMALL = _shape(3, 32, 16, 24, 20)
 V2_LITE = _shape(16, 512, 64, 128, 128)
 V3 = _shape(128, 512, 64, 128, 128)
+GLM = _shape(20, 512, 64, 192, 256)  # GLM-4.7-Flash
 
 
 @dataclass(kw_only=True)
@@ -250,9 +251,9 @@ def _triton(problem: LatentProblem, **options: Any) -> Any:
 
 def _small_tiles(num_tiles: int = 1, num_chunks: int = 1, joined_from: int = 3) -> dict[str, Any]:
     """Tiles so small that short rows are split, masked, combined and cut into pieces."""
-    from kernels.attention.latent_decode import LatentConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.latent_prefill import LatentPrefillConfig
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.latent_work import LatentConfig
 
     return {
         "decode_config": LatentConfig(
@@ -276,9 +277,20 @@ def check_some() -> None:
     check(_triton(problem, **_small_tiles(num_chunks=2), piece_bytes=4 * made * 11), problem)
     _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
+    _check_wide_heads()
     _check_e4m3([(35, 1), (18, 9)], IN_E4M3, piece_bytes=4 * made * 11)
     _check_joined([(2, 1), (150, 1), (95, 1)], SMALL, **_small_tiles(num_chunks=2))
     _check_prompt_replays(1)
+
+
+def _check_wide_heads() -> None:
+    """Heads as wide as GLM's, in the tiles that they have."""
+    from kernels.attention.latent_prefill import config_for
+
+    wide = _shape(3, 32, 64, 192, 256)
+    assert config_for(wide) == config_for(GLM) != config_for(V3)
+    problem = build_problem([(35, 1), (18, 39)], wide)
+    check(_triton(problem, **_small_tiles() | {"prefill_config": config_for(wide)}), problem)
 
 
 def test_memory_is_counted_for_a_piece_and_for_what_pieces_leave_to_the_next() -> None:
@@ -477,7 +489,7 @@ def test_the_reference_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [V2_LITE, V3, _shape(24, 128, 32, 48, 80)], ids=str)
+@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM, _shape(24, 128, 32, 48, 80)], ids=str)
 def test_the_kernels_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
     for rows in (*ROW_SETS.values(), LONG_ROWS):
         problem = build_problem(rows, shape, dtype=dtype, device="cuda")
@@ -487,7 +499,7 @@ def test_the_kernels_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [V2_LITE, V3, _shape(24, 128, 32, 48, 80)], ids=str)
+@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM, _shape(24, 128, 32, 48, 80)], ids=str)
 def test_the_kernels_on_a_gpu_read_e4m3_numbers(shape: LatentShape) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for rows in (ROW_SETS["everything"], LONG_ROWS, [(n // 2, 1) for n in range(300)]):

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from kernels.attention import (
+    decode_items,
     latent_decode,
     latent_keys,
+    latent_parts,
     latent_prefill,
     latent_triton,
-    triton_decode,
 )
 from kernels.kv import latent_store
 from kernels.linear import by_head
@@ -16,13 +17,13 @@ from kernels.moe import limited_choice
 from kernels.moe.routes import Selection
 from kernels.ops import LatentNorm
 from tests.harness.gpus import GPUS, gpu
-from tests.kernels.attention.test_latent_attention import V2_LITE, V3, build_problem
+from tests.kernels.attention.test_latent_attention import GLM, V2_LITE, V3, build_problem
 from tests.kernels.cross_compile import compiled_for
 
 ONE_EACH = {capability: name for name, (capability, _, _) in GPUS.items()}
 MODULES = (
-    latent_triton, latent_decode, latent_keys, latent_prefill, triton_decode, latent_store, by_head,
-    limited_choice,
+    latent_triton, latent_decode, latent_parts, latent_keys, latent_prefill, decode_items,
+    latent_store, by_head, limited_choice,
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ MODULES = (
 def test_latent_attention_compiles_for_every_gpu(name: str) -> None:
     device = gpu(name)
     with compiled_for(device, *MODULES) as found:
-        for shape in (V2_LITE, V3):
+        for shape in (V2_LITE, V3, GLM):
             problem = build_problem([(5, 1), (700, 1), (0, 9)], shape, dtype=torch.bfloat16)
             in_e4m3 = problem.in_e4m3()
             for options in ({}, {"fixed_tile": True}, {"piece_bytes": 2**20}):

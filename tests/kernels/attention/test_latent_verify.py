@@ -20,6 +20,7 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
 )
 from tests.kernels.attention.test_latent_attention import (
+    GLM,
     SMALL,
     V2_LITE,
     V3,
@@ -43,9 +44,9 @@ LONG = [(63, 1), (1000, 1), (4159, 5), (4092, 4), (700, 3), (8190, 2)]
 def _verify(problem: LatentProblem, max_queries: int, num_tiles: int | None = None) -> Any:
     """num_tiles: of a row's lines, with tiles of keys so small that short rows are split."""
     # Imported late: the interpreter is chosen when Triton is.
-    from kernels.attention.latent_decode import LatentConfig
+    from kernels.attention.decode_items import DecodeConfig
     from kernels.attention.latent_verify import LatentVerify
-    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.latent_work import LatentConfig
 
     config = None
     if num_tiles is not None:
@@ -193,11 +194,17 @@ def test_prompts_need_their_lengths_on_the_host_and_rows_with_drafts_do_not() ->
 
 
 def _compile(name: str, cases: Sequence[tuple[LatentShape, int]]) -> None:
-    from kernels.attention import latent_decode, latent_triton, latent_verify, triton_decode
+    from kernels.attention import (
+        decode_items,
+        latent_decode,
+        latent_parts,
+        latent_triton,
+        latent_verify,
+    )
     from kernels.linear import by_head
 
     device = gpu(name)
-    modules = latent_verify, latent_triton, latent_decode, triton_decode, by_head
+    modules = latent_verify, latent_triton, latent_decode, latent_parts, decode_items, by_head
     with compiled_for(device, *modules) as found:
         for shape, max_queries in cases:
             problem = build_problem([(5, 1), (700, 2)], shape, dtype=torch.bfloat16)
@@ -216,7 +223,7 @@ def test_it_compiles_for_an_h200() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
 def test_it_compiles_for_every_gpu(name: str) -> None:
-    _compile(name, [(V2_LITE, 2), (V2_LITE, 5), (V3, 4)])
+    _compile(name, [(V2_LITE, 2), (V2_LITE, 5), (V3, 4), (GLM, 4)])
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -255,7 +262,7 @@ def test_many_rows_with_drafts_equal_float64_every_time(num_rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [V2_LITE, V3], ids=str)
+@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM], ids=str)
 def test_a_graph_follows_rows_and_tokens_that_change(
     shape: LatentShape, dtype: torch.dtype
 ) -> None:

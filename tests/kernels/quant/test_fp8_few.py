@@ -42,10 +42,10 @@ def _exact_mlp(x: Tensor, up: Case, down: Case) -> Tensor:
 
 
 def _operand(case: Case) -> Any:
-    from engine.layers.quantized_cuda import _fp8_operand
+    from engine.layers.quantized_operands import fp8_operand
 
     assert case.weight.scales is not None
-    return _fp8_operand(case.weight, case.weight.scales)
+    return fp8_operand(case.weight, case.weight.scales)
 
 
 def check_products_interpreted() -> None:
@@ -372,12 +372,12 @@ def test_all_programs_of_a_gate_are_on_the_gpu_at_once(num_rows: int, num_tokens
 
     device = gpu("H200")
     cut = fp8_few.choose_config(num_tokens, 2, num_rows, 4096, device.num_sms)
-    beside = -(-num_rows // cut.block_n // device.num_sms)
+    programs_per_sm = -(-num_rows // cut.block_n // device.num_sms)
     memory_bytes = device.shared_memory_per_block_bytes
-    cut = fp8_few.fitted_config(cut, 2, 0, 0, memory_bytes, beside)
+    cut = fp8_few.fitted_config(cut, 2, 0, 0, memory_bytes, programs_per_sm)
     stage_bytes = cut.block_k * (cut.block_n + 2 * cut.block_m)
     reserved = 1024  # of a program, by CUDA
-    assert beside * (cut.num_stages * stage_bytes + reserved) <= memory_bytes + reserved
+    assert programs_per_sm * (cut.num_stages * stage_bytes + reserved) <= memory_bytes + reserved
     assert cut.num_stages >= 4, "too little is on its way"
 
 

@@ -31,7 +31,7 @@ MAX_SUM_ERROR = 1e-3
 
 def check_int4_interpreted() -> None:
     """Zero points and none, groups of one run and of all, parts of columns, the last one short."""
-    from engine.layers.quantized_cuda import _four_bit_operand
+    from engine.layers.quantized_operands import four_bit_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.fp8_linear import QuantConfig
     from kernels.quant.int4_joined import int4_joined_linear
@@ -47,7 +47,7 @@ def check_int4_interpreted() -> None:
         for gated in (False, True):
             case = int4_case(shape, group, torch.float32, CPU, has_zeros=has_zeros, with_bias=gated)
             assert case.weight.scales is not None
-            operand = _four_bit_operand(case.weight, case.weight.scales)
+            operand = four_bit_operand(case.weight, case.weight.scales)
             x = case.x.bfloat16().float()
             coded = code_tokens(x, InputForm(pieces=2, group=shape[2]))
             ours = int4_joined_linear(coded, operand, torch.float32, counters, cut, gated=gated)
@@ -138,7 +138,7 @@ SHAPES = [(1, 24576, 4096), (3, 6144, 4096), (16, 4096, 12288), (17, 1040, 4096)
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_products_of_integers_are_those_of_the_inputs_as_they_are(has_zeros: bool) -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand
+    from engine.layers.quantized_operands import four_bit_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.int4_joined import int4_joined_linear
     from kernels.quant.token_groups import code_tokens
@@ -147,7 +147,7 @@ def test_products_of_integers_are_those_of_the_inputs_as_they_are(has_zeros: boo
     for shape in SHAPES:
         case = int4_case(shape, 128, torch.bfloat16, GPU, has_zeros=has_zeros, with_bias=True)
         assert case.weight.scales is not None
-        operand = _four_bit_operand(case.weight, case.weight.scales)
+        operand = four_bit_operand(case.weight, case.weight.scales)
         coded = code_tokens(case.x, InputForm(pieces=2, group=shape[2]))
         for gated in (False, True):
             exact = (exact_gated if gated else exact_product)(case.x, case.exact, case.weight.bias)

@@ -16,15 +16,15 @@ MODULE = "tests.kernels.quant.test_one_token"
 
 
 def _check(case: Case, cut: Any, *, gated: bool) -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
+    from engine.layers.quantized_operands import four_bit_operand, fp8_operand
     from kernels.quant.one_token import fp8_one_token, int4_one_token
 
     assert case.weight.scales is not None
     if case.weight.format is WeightFormat.FP8:
-        fp8 = _fp8_operand(case.weight, case.weight.scales)
+        fp8 = fp8_operand(case.weight, case.weight.scales)
         ours = fp8_one_token(case.x, fp8, cut, gated=gated)
     else:
-        int4 = _four_bit_operand(case.weight, case.weight.scales)
+        int4 = four_bit_operand(case.weight, case.weight.scales)
         ours = int4_one_token(case.x, int4, cut, gated=gated)
     exact = exact_gated if gated else exact_product
     assert_near(ours, exact(case.x, case.exact, case.weight.bias), case.x.dtype)

@@ -69,7 +69,7 @@ def _check(ours: Tensor, case: Case, *, gated: bool = False) -> None:
 
 
 def check_fp8_interpreted() -> None:
-    from engine.layers.quantized_cuda import _fp8_operand
+    from engine.layers.quantized_operands import fp8_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.fp8_linear import QuantConfig, fp8_linear
 
@@ -85,13 +85,13 @@ def check_fp8_interpreted() -> None:
         for gated in (False, True):
             case = fp8_case(shape, tile, dtype, CPU, with_bias=gated)
             assert case.weight.scales is not None
-            operand = _fp8_operand(case.weight, case.weight.scales)
+            operand = fp8_operand(case.weight, case.weight.scales)
             _check(fp8_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
             assert not counters.any(), "a call left its counts behind"
 
 
 def check_int4_interpreted() -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand
+    from engine.layers.quantized_operands import four_bit_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.fp8_linear import QuantConfig
     from kernels.quant.int4_linear import int4_linear
@@ -108,13 +108,13 @@ def check_int4_interpreted() -> None:
         for gated in (False, True):
             case = int4_case(shape, group, dtype, CPU, has_zeros=has_zeros, with_bias=gated)
             assert case.weight.scales is not None
-            operand = _four_bit_operand(case.weight, case.weight.scales)
+            operand = four_bit_operand(case.weight, case.weight.scales)
             _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
             assert not counters.any(), "a call left its counts behind"
 
 
 def check_fp4_interpreted() -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand
+    from engine.layers.quantized_operands import four_bit_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.fp8_linear import QuantConfig
     from kernels.quant.int4_linear import int4_linear
@@ -130,7 +130,7 @@ def check_fp4_interpreted() -> None:
     ):
         case = fp4_case(shape, group, dtype, CPU, with_bias=gated)
         assert case.weight.scales is not None
-        operand = _four_bit_operand(case.weight, case.weight.scales)
+        operand = four_bit_operand(case.weight, case.weight.scales)
         _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
         matrix = dequantize(case.weight.data, case.weight.scales)
         assert torch.equal(int4_matrix(operand, dtype), matrix)
@@ -161,7 +161,8 @@ def check_rounding_interpreted() -> None:
 
 def check_rounding_gated_interpreted() -> None:
     """Rounding on the way, and products of it, are those of the gate's own result."""
-    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, _fp8_operand
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows
+    from engine.layers.quantized_operands import fp8_operand
     from kernels.quant.token_groups import code_tokens, quantize_tokens
     from kernels.silu_mul import silu_mul
 
@@ -176,14 +177,14 @@ def check_rounding_gated_interpreted() -> None:
     for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
         weight = fp8_case((1, 96, 256), tile, torch.float32, CPU, with_bias=True).weight
         assert weight.scales is not None
-        product = kind(_fp8_operand(weight, weight.scales), torch.float32)
+        product = kind(fp8_operand(weight, weight.scales), torch.float32)
         gate_up = torch.randn(70, 512)
         ours = product.of_rounded(code_tokens(gate_up, product.many_form, gated=True))
         assert torch.equal(ours, product.many(silu_mul(gate_up)))
 
 
 def check_blocks_interpreted() -> None:
-    from engine.layers.quantized_cuda import _fp8_operand
+    from engine.layers.quantized_operands import fp8_operand
     from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks, reference
     from kernels.quant.token_groups import quantize_tokens
 
@@ -191,7 +192,7 @@ def check_blocks_interpreted() -> None:
     for shape in ((37, 80, 256), (16, 128, 208)):
         case = fp8_case(shape, (64, 128), torch.float32, CPU, with_bias=True)
         assert case.weight.scales is not None
-        operand = _fp8_operand(case.weight, case.weight.scales)
+        operand = fp8_operand(case.weight, case.weight.scales)
         codes, scales = quantize_tokens(case.x, 128)
         ours = fp8_blocks(codes, scales, operand, torch.float32, cut)
         assert_near(ours, reference(codes, scales, operand), torch.float32)
@@ -199,24 +200,25 @@ def check_blocks_interpreted() -> None:
 
 
 def check_matrix_interpreted() -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
+    from engine.layers.quantized_operands import four_bit_operand, fp8_operand
     from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 
     for tile in ((32, 64), (1, 144)):
         weight = fp8_case((1, 80, 144), tile, torch.float16, CPU).weight
         assert weight.scales is not None
-        ours = fp8_matrix(_fp8_operand(weight, weight.scales), torch.float16)
+        ours = fp8_matrix(fp8_operand(weight, weight.scales), torch.float16)
         assert torch.equal(ours, dequantize(weight.data, weight.scales))
     for group, has_zeros in ((64, True), (192, False)):
         weight = int4_case((1, 80, 192), group, torch.float16, CPU, has_zeros=has_zeros).weight
         assert weight.scales is not None
-        ours = int4_matrix(_four_bit_operand(weight, weight.scales), torch.float16)
+        ours = int4_matrix(four_bit_operand(weight, weight.scales), torch.float16)
         assert torch.equal(ours, dequantize(weight.data, weight.scales))
 
 
 def check_layers_interpreted() -> None:
     """Which product is taken by the number of tokens, and the order of inputs."""
-    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, QuantizedLinear, _fp8_operand
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, QuantizedLinear
+    from engine.layers.quantized_operands import fp8_operand
 
     for num_tokens in (5, 515):
         for case in (
@@ -235,7 +237,7 @@ def check_layers_interpreted() -> None:
     for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
         case = fp8_case((70, 96, 256), tile, torch.float32, CPU, with_bias=True)
         assert case.weight.scales is not None
-        product = kind(_fp8_operand(case.weight, case.weight.scales), torch.float32)
+        product = kind(fp8_operand(case.weight, case.weight.scales), torch.float32)
         _near_rounded(product.many(case.x), case)
 
 
@@ -380,14 +382,14 @@ def test_sums_of_rows_of_fp8_lose_less_than_rounding_does() -> None:
 
 @pytest.mark.gpu
 def test_blocks_of_fp8_are_summed_in_fp32() -> None:
-    from engine.layers.quantized_cuda import _fp8_operand
+    from engine.layers.quantized_operands import fp8_operand
     from kernels.quant.fp8_blocks import fp8_blocks, reference
     from kernels.quant.token_groups import quantize_tokens
 
     for shape in ((65, 4096, 4096), (300, 1040, 12288), (128, 24576, 4096)):
         case = fp8_case(shape, (128, 128), torch.bfloat16, GPU, with_bias=True)
         assert case.weight.scales is not None
-        operand = _fp8_operand(case.weight, case.weight.scales)
+        operand = fp8_operand(case.weight, case.weight.scales)
         codes, scales = quantize_tokens(case.x, 128)
         ours = fp8_blocks(codes, scales, operand, torch.bfloat16)
         assert_near(ours, reference(codes, scales, operand), torch.bfloat16)
@@ -412,24 +414,24 @@ def test_inputs_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_a_decoded_matrix_is_equal_in_every_bit() -> None:
-    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
+    from engine.layers.quantized_operands import four_bit_operand, fp8_operand
     from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 
     for dtype in (torch.bfloat16, torch.float16):
         for tile in ((128, 128), (1, 4112)):
             weight = fp8_case((1, 1040, 4112), tile, dtype, GPU).weight
             assert weight.scales is not None
-            ours = fp8_matrix(_fp8_operand(weight, weight.scales), dtype)
+            ours = fp8_matrix(fp8_operand(weight, weight.scales), dtype)
             assert torch.equal(ours, dequantize(weight.data, weight.scales))
         for group in (32, 128, 4096):
             weight = int4_case((1, 1040, 4096), group, dtype, GPU).weight
             assert weight.scales is not None
-            ours = int4_matrix(_four_bit_operand(weight, weight.scales), dtype)
+            ours = int4_matrix(four_bit_operand(weight, weight.scales), dtype)
             assert torch.equal(ours, dequantize(weight.data, weight.scales))
         for group in (16, 32):
             weight = fp4_case((1, 1040, 4096), group, dtype, GPU).weight
             assert weight.scales is not None
-            ours = int4_matrix(_four_bit_operand(weight, weight.scales), dtype)
+            ours = int4_matrix(four_bit_operand(weight, weight.scales), dtype)
             assert torch.equal(ours, dequantize(weight.data, weight.scales))
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.sampling.choices import Draws
 from kernels.sampling.noise import gumbel
-from kernels.sampling.rows import Draws
 from tests.harness.seeds import fresh_seed
 
 _MASS_TOLERANCE = 1e-5

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.sampling.choices import Draws, GreedyChoice
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
-from kernels.sampling.rows import Draws, GreedyChoice, best_words, greedy, greedy_of_words
+from kernels.sampling.rows import best_words, greedy, greedy_of_words
 from tests.harness.gpus import gpu
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import drawn, run_interpreted

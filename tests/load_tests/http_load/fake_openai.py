@@ -44,6 +44,7 @@ class FakeOpenAI:
     script: Script = lambda number, body: Reply()
     model: str = "fake"
     ready: Reply = field(default_factory=Reply)
+    ready_page: dict[str, Any] = field(default_factory=lambda: {"status": "ready"})
     max_model_len: int | None = None
     tells_ids: bool = True
     pages: dict[str, dict[str, Any]] = field(default_factory=dict)  # other paths, as JSON
@@ -81,7 +82,7 @@ class FakeOpenAI:
 
     async def _route(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path in ("/ready", "/health"):
-            await _whole(writer, self.ready, {"status": "ready"})
+            await _whole(writer, self.ready, self.ready_page)
         elif path in self.pages:
             await _whole(writer, Reply(), self.pages[path])
         elif path == "/v1/models":

@@ -86,6 +86,13 @@ def test_a_refusal_has_its_status_its_message_and_its_wish() -> None:
     assert "too many" in str(caught.value)
 
 
+def test_a_refusal_without_an_error_object_has_its_whole_body() -> None:
+    page = {"status": "not_ready", "missing_roles": ["decode"]}
+    fake = FakeOpenAI(ready=Reply(status=503), ready_page=page)
+    with running(fake), pytest.raises(UnreachableError, match=r'"missing_roles": .*decode'):
+        find_model(Server(url=fake.url), None)
+
+
 @pytest.mark.parametrize(
     ("reply", "told"),
     [

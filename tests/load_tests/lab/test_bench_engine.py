@@ -1,5 +1,6 @@
 """The engine figures are timed as the peer times its own, and read what others printed."""
 
+import gc
 import json
 import os
 import subprocess
@@ -16,7 +17,14 @@ from engine.ranks.comm import GlooRanks
 from engine.request import RequestKey
 from load_tests.lab import bench_engine, turns
 from load_tests.lab.bench_engine import Bench, build_parser, engine_config, run, step_rounds_s
-from load_tests.lab.comparison import TARGETS, compare, read_chain, read_peer, render_comparisons
+from load_tests.lab.comparison import (
+    TARGETS,
+    Comparison,
+    compare,
+    read_chain,
+    read_peer,
+    render_comparisons,
+)
 from load_tests.lab.following import Following
 from load_tests.lab.host_work import (
     NUM_STREAMS,
@@ -220,10 +228,18 @@ def test_two_ranks_are_measured_as_one_engine(
         turn.touch()
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=let_others_measure))
+    warmed_after_turn, warm_up = [], Bench.warm_up
+
+    def noted_warm_up(self: Bench) -> None:
+        warmed_after_turn.append(turn.exists())
+        warm_up(self)
+
+    monkeypatch.setattr(Bench, "warm_up", noted_warm_up)
     switches = [*TINY, "--no-host", "--quick", "--tensor-parallel", "2", "--json"]
     switches += ["--turn", str(turn), "--figures", str(figures)]
     printed = json.loads(_run(switches, tmp_path))
     assert turn.exists()
+    assert warmed_after_turn == [False, True]
     assert list(printed["works"]) == [work.key for work in works]
     host = {name: figure["value"] for name, figure in printed["host"].items()}
     assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
@@ -275,6 +291,22 @@ def test_a_run_whose_end_hangs_has_told_all_figures_and_ends(tmp_path: Path) -> 
     told = [json.loads(line) for line in figures.read_text().splitlines()]
     assert {"leader: write to the ring", "rank 1: launch"} <= {figure["name"] for figure in told}
     assert all(figure["name"] in ended.stdout for figure in told)
+
+
+@pytest.mark.slow
+def test_no_collection_looks_at_the_engine_while_figures_are_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    are_listed: list[bool] = []
+
+    def note(bench: Bench, *_: object) -> list[Comparison]:
+        are_listed.append(any(one is bench.ours for one in gc.get_objects()))
+        return []
+
+    monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
+    monkeypatch.setattr(bench_engine, "run_works", note)
+    _run([*TINY, "--no-host", "--works", "decode_bs1_"], tmp_path)
+    assert are_listed == [False]
 
 
 @pytest.mark.slow

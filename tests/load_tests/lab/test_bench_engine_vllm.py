@@ -12,7 +12,7 @@ import pytest
 from load_tests.lab import bench_engine_vllm, turns
 from load_tests.lab.bench_engine_vllm import build_parser, llm_options, main, run
 from load_tests.lab.comparison import compare, read_peer
-from load_tests.lab.works import Kind, Work
+from load_tests.lab.works import WARM_UPS, Kind, Work
 
 TOKEN_S, STEP_S, OTHER_STEP_S = 1e-5, 5e-3, 3.0
 PACES = (1, 2, 9)  # of rounds, in turn: the median is 2 wherever one begins
@@ -128,7 +128,7 @@ def test_medians_of_the_rounds_are_what_bench_engine_reads(
     assert list(peer) == [work.key for work in WORKS]
     assert list(peer.values()) == pytest.approx([50_000, 2 * 512 * 0.01, 10, 10])
     assert vllm.rounds == [
-        (8, 128, 8), (64, 512, 4), *[(32, 1024, 1)] * 3, *[(8, 64, 1)] * 7,
+        *WARM_UPS * 2, *[(32, 1024, 1)] * 3, *[(8, 64, 1)] * 7,
     ]  # fmt: skip
     assert compare(WORKS[2], [8e-3], 1e-3, peer=peer, chain={}).ratio == pytest.approx(0.8)
     assert "ready and warm\nothers measure\nROW" in printed.read_text()

@@ -338,6 +338,7 @@ def test_searches_take_turns_until_the_time_is_over(
     ("switches", "reason"),
     [
         (["--model", str(MODEL), "--search"], "--search needs --limits"),
+        (["--model", str(MODEL), "--stride", "1"], "--stride 1: a search goes on by more than 1"),
         (["--model", "/nowhere"], "/nowhere/config.json: no such file"),
     ],
 )

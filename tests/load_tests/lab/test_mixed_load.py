@@ -13,7 +13,7 @@ from engine.messages import LoadReport, TokenRecord
 from engine.request import RequestKey
 from load_tests.lab.mixed_http import Asking, HttpClients, serve_over_http
 from load_tests.lab.open_loop import TokenReader
-from load_tests.mixed_load import Arrival, MixedLoad, Served, Stamps
+from load_tests.mixed_load import Arrival, MixedLoad, OverloadError, Served, Stamps
 from tests.harness.seeds import seed_of
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
@@ -233,8 +233,19 @@ def test_an_answer_without_an_end_is_not_waited_for_for_ever() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 2])
 def test_a_refused_request_is_an_error(url: str, num_clients: int) -> None:
-    with pytest.raises(ConnectionError, match="429: Too Many Requests"):
+    with pytest.raises(ConnectionError, match=r"429: .*Too Many Requests") as caught:
         serve_over_http(f"{url}refuses", short_load(3), 100, num_clients=num_clients)
+    assert not isinstance(caught.value, OverloadError), "it does not say when to come back"
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_a_server_without_room_is_overloaded_and_says_why(num_clients: int) -> None:
+    full = Reply(status=503, headers=("Retry-After: 7",), message="300 tokens are queued")
+    with (
+        running(FakeOpenAI(script=lambda number, body: full)) as fake,
+        pytest.raises(OverloadError, match=r"HTTP 503: 300 tokens are queued \(retry after 7 s\)"),
+    ):
+        serve_over_http(fake.url, short_load(3), 100, num_clients=num_clients)
 
 
 @pytest.mark.parametrize("num_clients", [1, 2])

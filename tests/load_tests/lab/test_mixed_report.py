@@ -8,7 +8,7 @@ import pytest
 
 from load_tests.lab.mixed_sweep import Budget, Results, Sweep, is_good, next_rate
 from load_tests.lab.one_batch import Batch, BatchFigure, read_chain_batches, render_batches
-from load_tests.mixed_load import Arrival, LengthClass, MixedLoad, Served
+from load_tests.mixed_load import Arrival, LengthClass, MixedLoad, OverloadError, Served
 from load_tests.mixed_report import (
     Limits,
     Point,
@@ -134,6 +134,16 @@ def test_a_good_rate_above_a_bad_one_does_not_count() -> None:
     assert next_rate({10.0: False, 20.0: True}, 0.05) == 8.0
 
 
+def test_a_small_stride_needs_fewer_runs_close_to_the_truth() -> None:
+    def num_runs(stride: float) -> int:
+        good = {100.0: True}
+        while (rate := next_rate(good, 0.05, stride)) is not None:
+            good[rate] = rate <= 107.0
+        return len(good)
+
+    assert (num_runs(1.12), num_runs(1.25)) == (4, 5)
+
+
 def sweep_of(results: Results, budget: Budget, path: Path | None = None) -> Sweep:
     loads = [MixedLoad(rate=1.0, duration_s=4.0, seed=seed) for seed in (7, 8)]
     return Sweep(results, budget, loads, path)
@@ -156,6 +166,27 @@ def test_a_sweep_finds_the_highest_good_rate_and_keeps_what_it_measured(tmp_path
     assert [p["rate"] for p in written["points"]] == [p.rate for p in results.points]
     assert set(written["points"][0]["by_seed"]) == {"7", "8"}
     assert f"laps: {best:.3g}/s\n" in results.render()
+
+
+def test_a_rate_with_refusals_is_not_good_and_the_search_goes_on(tmp_path: Path) -> None:
+    results = Results(limits=LIMITS, peers=[])
+    sweep = sweep_of(results, Budget(1e9), tmp_path / "out.json")
+
+    def serve(load: MixedLoad) -> list[Served]:
+        if load.rate > 21:
+            raise OverloadError("300 tokens are queued")
+        return [served(0.1, 0.05)]
+
+    assert sweep.measure("laps", 30.0, serve) is None
+    assert sweep.measure("laps", 16.0, serve) is not None
+    sweep.search("laps", serve)
+    best = results.best_rates["laps"]
+    assert best is not None
+    assert 21 / 1.05 < best < 21
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["refused"]["laps"]["30.0"] == "300 tokens are queued"
+    assert written["cut_searches"] == []
+    assert "laps at 30/s: 300 tokens are queued" in results.render()
 
 
 def test_what_time_does_not_allow_is_left_out_and_named() -> None:
