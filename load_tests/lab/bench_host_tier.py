@@ -11,6 +11,8 @@ With one at a time (the default) a first token waits for its own prompt alone. C
 scaled in their lengths; their ends are cut off where they exceed the model's context. The cache
 holds a share of what all conversations alive at one time have said, but no less than one context.
 
+Threads share the interpreter as in a worker: those that load wait for the one that steps.
+
 An engine without a tier and a fresh one with it, over the same weights, in turn. Each answers the
 conversations, and then prompts of the same lengths that are all different: nothing is found and
 everything is evicted, which is what a tier costs. On a CPU every engine must give the same tokens.
@@ -29,6 +31,7 @@ from typing import Protocol
 
 import msgspec
 
+from actors.lifecycle.threads import share_interpreter
 from configs.load import load_config
 from configs.schema import AppConfig
 from engine.kv.host.tier import HostTier
@@ -53,7 +56,7 @@ ON_GPU: dict[str, object] = {
 HEADER = [
     "run", "first token ms: mean", "p50", "p90", "later turns: mean", "turns/s", "all s", "cpu s",
     "found %", "from host %", "loads", "given up", "unworthy", "tokens computed",
-    "load GB/s",
+    "load GB/s", "host ms a step",
 ]  # fmt: skip
 
 
@@ -140,6 +143,7 @@ class Result:
     num_given_up: int = 0
     num_unworthy: int = 0  # blocks that were found, and sooner computed; at every look
     load_gb_s: float | None = None  # by which the tier predicts at the end
+    host_ms: float | None = None  # of planning, launching and committing one of the last steps
 
     def cells(self) -> list[str]:
         first_ms = [1e3 * s for s in self.first_s]
@@ -160,6 +164,7 @@ class Result:
             str(self.num_unworthy),
             str(self.num_prompt_tokens - self.num_found_tokens),
             "-" if self.load_gb_s is None else f"{self.load_gb_s:.1f}",
+            "-" if self.host_ms is None else f"{self.host_ms:.2f}",
         ]
 
 
@@ -288,6 +293,8 @@ def run(
     before = ours.engine.load().host_tier
     result = play(OurPlayer(ours), prompts, list(in_order(sessions, args.gap_s)), args.at_once)
     after = ours.engine.load().host_tier
+    times = ours.engine.core.statistics()
+    result.host_ms = 1e3 * sum(t.mean_s for t in (times.plan, times.launch, times.commit))
     if before is not None and after is not None:
         result.num_loaded_tokens = (after.num_loaded - before.num_loaded) * BLOCK_SIZE
         result.num_loads = after.num_waits - before.num_waits
@@ -355,6 +362,7 @@ class Runner:
         sessions: Sequence[Session],
         num_blocks: int,
     ) -> None:
+        share_interpreter()
         self._args, self._folder = args, folder
         self._sessions, self._num_blocks = sessions, num_blocks
         self._model: CausalLM | None = None

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.lifecycle.threads import share_interpreter
 from engine.kv.host.movers import BlockMover, build_mover
 from engine.kv.host.tier import piece_size
 from engine.kv.layout import KvLayout
@@ -181,6 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    share_interpreter()  # as in a worker
     args = build_parser().parse_args()
     device = torch.device(args.device)
     layout = KvLayout.with_heads(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
+from actors.lifecycle.threads import share_interpreter
 from configs.load import load_config
 from engine.models.llama import CausalLM
 from load_tests.lab.bench_host_tier import ON_GPU
@@ -160,6 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    share_interpreter()  # as in a worker
     args = build_parser().parse_args()
     rng, rows = random.Random(args.seed), list[str]()
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,7 +28,7 @@ class BlockTime:
         return self._predicted_at(self._clock.now_s())
 
     def _predicted_at(self, time_s: float) -> float:
-        kept = 0.5 ** ((time_s - self._learnt_at_s) / _HALF_LIFE_S)
+        kept = math.exp2((self._learnt_at_s - time_s) / _HALF_LIFE_S)
         return self._hopeful_s + kept * (self._learnt_s - self._hopeful_s)
 
     def learn(self, took_s: float, num_blocks: int) -> None:

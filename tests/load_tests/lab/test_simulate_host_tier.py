@@ -49,3 +49,14 @@ def test_where_nothing_comes_back_first_tokens_are_as_early(
 
 def test_a_run_is_repeated_exactly(fast: dict[str, dict[str, float]]) -> None:
     assert str(_simulate("--kernel-ms", "0")) == str(fast)
+
+
+def test_loads_get_on_sooner_where_threads_switch_sooner() -> None:
+    """A thread that loads wants the interpreter several times a piece."""
+    late, soon = (
+        _simulate("--kernel-ms", "0", "--turn-ms", "3", "--switch-ms", switch_ms)
+        for switch_ms in ("5", "0.1")
+    )
+    name = "conversations, 4 GiB"
+    assert soon[name]["found %"] > late[name]["found %"] + 5
+    assert soon[name]["first token ms: mean"] < 0.95 * late[name]["first token ms: mean"]
