@@ -175,7 +175,8 @@ def _build_measured_executor(
         comm=comm,
         kv_scales=folder.kv_scales,
     )
-    if config.speculation.max_graph_tokens == "auto" and not builder.verify_token_sizes:
+    wants_graphs = config.speculation.max_graph_tokens == "auto" and sizes.max_verify_tokens > 0
+    if wants_graphs and not builder.verify_token_sizes:
         logger.info(
             "steps with drafts replay no graphs of their own: execution.cuda_graphs is off, or what"
             " verifies cannot be captured (speculation.attention_backend, model.attention)"

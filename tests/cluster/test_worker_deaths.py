@@ -132,7 +132,7 @@ def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
 
 
 def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
-    application: Application,
+    application: Application, tmp_path: Path
 ) -> None:
     prefill, decode = short_worker(application), application.workers("decode")[0]
     before = {name: application.pid(name) for name in (prefill, decode)}
@@ -140,8 +140,11 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     num_retries = application.metric("laps_request_retries")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
         # Nobody may lose one of them, come to the other, and lose that before it gets on: such a
-        # request would be taken for the cause of both deaths.
-        os.kill(before[decode], signal.SIGSTOP)
+        # request would be taken for the cause of both deaths. So the decode worker stops first,
+        # before a step of its streams: what the client has seen may be all that it had to do.
+        stop = Strike(number=GETS_ON, signal=signal.SIGSTOP, sent=tmp_path / "stopped")
+        application.actor(decode).__ray_call__.remote(before_step(stop))
+        wait_until(stop.sent.exists, f"{decode} stops")
         kill_actor(application, prefill)
         wait_until(lambda: is_gone(before[prefill]), f"{prefill} is gone")
         os.kill(before[decode], signal.SIGKILL)
@@ -152,7 +155,6 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
         load.wait_more(NUM_STREAMS)
     assert not load.problems
     assert pids(application, *before) == others, "nobody else died"
-    # Streams were in the middle of their tokens, some of them on that decode worker.
     assert application.metric("laps_request_retries") > num_retries
 
 
