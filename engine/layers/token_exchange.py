@@ -47,7 +47,9 @@ def gather_rows(own: Tensor, num_tokens: int, comm: Comm) -> Tensor:
 def scatter_rows(x: Tensor, comm: Comm) -> Tensor:
     """x: [T, ...] of all tokens; returns [P, ...]: this rank's rows of the sum over the ranks."""
     num_padded = comm.rank.size * comm.rank.padded_length(len(x)) - len(x)
-    return comm.reduce_scatter(F.pad(x, (0, 0, 0, num_padded)))
+    if num_padded:  # even a pad of nothing copies `x`
+        x = F.pad(x, (0, 0, 0, num_padded))
+    return comm.reduce_scatter(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -33,6 +33,7 @@ SETTINGS = {
     "cache__num_blocks": 256,
     "cache__block_size": 8,
 }
+SHARING = {"workers__sequence_parallel_min_tokens": 8}
 TEXTS = (
     "def settings():\n    return ",
     "class Worker:\n    def __init__(self, name, address, port):\n        self.",
@@ -56,7 +57,9 @@ def alone() -> Engine:
 
 @pytest.fixture
 def shared(ranks: RankProcesses) -> Iterator[SharedEngine]:
-    with SharedEngine(ranks, SETTINGS) as started:
+    """Its longer steps are sequence-parallel."""
+    with SharedEngine(ranks, SETTINGS | SHARING) as started:
+        assert started.engine.executor.min_exchanged_tokens == 8
         yield started
 
 
@@ -173,7 +176,7 @@ def test_embeddings_are_those_of_one_rank(ranks: RankProcesses, tmp_path: Path) 
     settings = SETTINGS | {"model__path": str(tmp_path)}
     asks = SamplingParams(max_tokens=0, temperature=0.0, wants_embedding=True)
     requests = [(range(3 * i, 5 * i + 1), asks) for i in range(1, 20)]
-    with SharedEngine(ranks, settings) as together:
+    with SharedEngine(ranks, settings | SHARING) as together:
         found = answer(together.engine, requests)
     for ours, theirs in zip(found, answer(start_engine(**settings), requests), strict=True):
         vectors = [
