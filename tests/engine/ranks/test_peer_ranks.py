@@ -41,6 +41,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> PeerRanks:
     for name in ("sum_by_packets", "sum_by_packets_add_norm"):
         monkeypatch.setattr(peer_ranks, name, say("packets"))
     monkeypatch.setattr(peer_ranks, "stream_add_norm", say("stream"))
+    monkeypatch.setattr(peer_ranks, "share_stream_add_norm", say("share stream"))
     for name in ("gather_shares", "scatter_sum"):
         monkeypatch.setattr(peer_ranks, name, say("shares"))
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
@@ -88,6 +89,17 @@ def test_a_sum_goes_with_its_norm_only_where_it_may(ranks: PeerRanks) -> None:
         assert found == way
 
 
+def test_shares_of_a_sum_go_with_their_norm_only_where_they_may(ranks: PeerRanks) -> None:
+    assert not ranks.fits_share(_lines(16)), "in no stream unless the limit says so"
+    ranks.limits = replace(LIMITS, share_stream=2**20)
+    assert ranks.fits_share(_lines(2**20))
+    assert not ranks.fits_share(_lines(2**20 + 16)), "larger than the limit"
+    assert not ranks.fits_share(_lines(1024).T), "no lines"
+    x, weight = _lines(64), torch.ones(8, dtype=torch.bfloat16)
+    found: Any = ranks.share_add_norm(x, x[:2], weight, 1e-6)
+    assert found == "share stream"
+
+
 def test_shares_count_together_and_exchanges_of_pairs_are_nccls(ranks: PeerRanks) -> None:
     found: list[Any] = [
         ranks.all_gather(_lines(256)),
@@ -100,7 +112,7 @@ def test_shares_count_together_and_exchanges_of_pairs_are_nccls(ranks: PeerRanks
 
 
 def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
-    ranks._limits = replace(LIMITS, plain=2**20, one_shot=2**20)
+    ranks.limits = replace(LIMITS, plain=2**20, one_shot=2**20)
     found: list[Any] = [ranks.all_reduce(_lines(n)) for n in (SLOT_BYTES // 2, SLOT_BYTES)]
     assert found == ["one shot", "NCCL"]
     few = replace(ranks.memory, memories=tuple(m[: DATA_BEGINS // 8 + 16] for m in _memories()))

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.comm import reference
 from kernels.comm.packets import sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.share_stream import fits_share_stream, share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
 from kernels.comm.stream import DEPTH, PIECE_BYTES, fits_stream, stream_add_norm
@@ -115,13 +116,17 @@ def check_norms(seed: str, num_ranks: str) -> None:
 
 
 def check_stream(seed: str, num_ranks: str) -> None:
-    """Ranks in processes of their own, which do wait: places are used again within a call."""
+    """Ranks in processes of their own, which do wait: places are used again within a call.
+
+    Calls of whole sums and of shares of them take turns, in the same slots.
+    """
     rng, size = random.Random(seed), int(num_ranks)
     torch.manual_seed(rng.randrange(2**32))
     width, num_blocks = rng.choice((2048, 6144)), rng.choice((1, 2))
     rows_of_piece = PIECE_BYTES // 4 // width
     num_rows = rows_of_piece * num_blocks * DEPTH + rng.randrange(1, 3 * rows_of_piece)
-    parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(3)]
+    num_shared = -(-num_rows // size)
+    parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(4)]
     residual, weight = _draw((num_rows, width), torch.float32), _draw((width,), torch.float32)
     slot_bytes = DEPTH * size * num_blocks * PIECE_BYTES
     num_words = (DATA_BEGINS + 2 * slot_bytes) // 8
@@ -135,9 +140,19 @@ def check_stream(seed: str, num_ranks: str) -> None:
         count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
         view = PeerMemory(rank=rank, memories=tuple(memories), count=count, max_blocks=num_blocks)
         assert fits_stream(residual, view)
+        assert fits_share_stream(residual, view)
+        begin = min(rank * num_shared, num_rows)
+        rows = slice(begin, min(begin + num_shared, num_rows))
+        padded = torch.zeros(num_shared, width)
+        padded[: rows.stop - rows.start] = residual[rows]
         for call, own in enumerate(parts):
-            given = own[rank].clone(), residual.clone(), weight, EPS, view
-            found[rank][call] = torch.stack(stream_add_norm(*given))
+            if call % 2 == 0:
+                given = own[rank].clone(), residual.clone(), weight, EPS, view
+                found[rank][call] = torch.stack(stream_add_norm(*given))
+                continue
+            given = own[rank], padded.clone(), weight, EPS, view
+            both = torch.stack(share_stream_add_norm(*given))
+            found[rank][call][:, rows] = both[:, : rows.stop - rows.start]
 
     processes = [mp.get_context("fork").Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:
@@ -148,6 +163,10 @@ def check_stream(seed: str, num_ranks: str) -> None:
     assert [process.exitcode for process in processes] == [0] * size, what
     for call, own in enumerate(parts):
         expected = torch.stack(reference.sum_add_norm(own, residual.clone(), weight, EPS))
+        if call % 2 == 1:  # the ranks' shares, side by side
+            whole = torch.stack([one[call] for one in found]).sum(dim=0)
+            torch.testing.assert_close(whole, expected, msg=f"shares of {what}")
+            continue
         for one in found:
             assert torch.equal(one[call], found[0][call]), what
             torch.testing.assert_close(one[call], expected, msg=what)
