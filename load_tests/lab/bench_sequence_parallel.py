@@ -1,4 +1,4 @@
-"""Prompt steps of a dense model over ranks: rows summed on every rank, and shared out, in turn.
+"""Prompt steps of a dense model over ranks: rows summed on every rank, or shared out, in turn.
 
     python -m load_tests.lab.bench_sequence_parallel --shapes qwen3-32b --ranks 4
     python -m load_tests.lab.bench_sequence_parallel --ranks 4 --set model.quantization '"fp8"'
@@ -8,10 +8,10 @@ in each round; the first round is not counted. Milliseconds are medians, of the 
 
     summed        each sum goes to all ranks, which add the residual and normalise all rows
     shared        it is scattered, each rank normalises its rows, and they are gathered
-    us of a sum   (summed - shared) / (2 * layers)
+    streamed      the same, scattered and normalised in one kernel (kernels/comm/share_stream.py)
+    us of a sum   that is saved, by the faster of both: (summed - it) / (2 * layers)
 
-Where the last column changes its sign is the threshold, `sequence_parallel` of
-`kernels.comm.limits`.
+`sequence_parallel` and `share_stream` of `kernels.comm.limits` are read from here.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 import msgspec
@@ -32,8 +33,8 @@ from configs.schema import AppConfig, CacheConfig
 from engine.build import build_engine
 from engine.clock import MonotonicClock
 from engine.layers.context import Comm
-from engine.plan import StepPlan
 from engine.ranks.meeting import join_ranks
+from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
 from engine.runner.calibration import TimedSteps
 from engine.runner.executor import Executor
@@ -53,6 +54,13 @@ logger = logging.getLogger(__name__)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16383, 16384)  # one that no number of ranks divides
 ROW_TOKENS = 1024
 FROM_ONE_TOKEN = 1  # every step is shared out
+LARGEST_BYTES = 2**40  # of any sum
+
+
+class Form(Enum):
+    SUMMED = "all rows on every rank"
+    SHARED = "rows shared out"
+    STREAMED = "rows shared out by a stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,12 @@ class Trial:
     num_tokens: int
     summed_s: float
     shared_s: float
+    streamed_s: float | None = None  # None = there is no peer memory
+
+    @property
+    def best_s(self) -> float:
+        """Of the two forms that share rows out."""
+        return self.shared_s if self.streamed_s is None else min(self.shared_s, self.streamed_s)
 
 
 def time_forms(
@@ -73,21 +87,29 @@ def time_forms(
         for start in range(0, num_tokens, row_tokens)
     ]
     plan = dummy_step(rows, executor.layout.block_size)
-    summed_s, shared_s = [], []
+    forms = [Form.SUMMED, Form.SHARED]
+    forms += [Form.STREAMED] if isinstance(comm, PeerRanks) else []
+    found: dict[Form, list[float]] = {form: [] for form in forms}
     for _ in range(1 + num_rounds):
-        summed_s.append(_step_s(executor, comm, plan, None))
-        shared_s.append(_step_s(executor, comm, plan, FROM_ONE_TOKEN))
+        for form in forms:
+            _choose(executor, comm, form)
+            # The second of two, which is launched while the first computes.
+            found[form].append(TimedSteps(executor, comm).durations_s([plan] * 2)[1])
+    medians_s = {form: _slowest(comm, seconds[1:]) for form, seconds in found.items()}
     return Trial(
         num_tokens=num_tokens,
-        summed_s=_slowest(comm, summed_s[1:]),
-        shared_s=_slowest(comm, shared_s[1:]),
+        summed_s=medians_s[Form.SUMMED],
+        shared_s=medians_s[Form.SHARED],
+        streamed_s=medians_s.get(Form.STREAMED),
     )
 
 
-def _step_s(executor: Executor, comm: Comm, plan: StepPlan, least: int | None) -> float:
-    """The second of two, which is launched while the first computes; least: tokens to share."""
-    executor.min_exchanged_tokens = least
-    return TimedSteps(executor, comm).durations_s([plan] * 2)[1]
+def _choose(executor: Executor, comm: Comm, form: Form) -> None:
+    """What the next steps do; every rank calls it."""
+    executor.min_exchanged_tokens = None if form is Form.SUMMED else FROM_ONE_TOKEN
+    if isinstance(comm, PeerRanks):
+        largest = LARGEST_BYTES if form is Form.STREAMED else 0
+        comm.limits = replace(comm.limits, share_stream=largest)
 
 
 def _slowest(comm: Comm, seconds: Sequence[float]) -> float:
@@ -98,15 +120,17 @@ def _slowest(comm: Comm, seconds: Sequence[float]) -> float:
 
 def render(trials: Sequence[Trial], num_layers: int) -> str:
     """A table in Markdown."""
-    header = ("tokens", "summed ms", "shared ms", "shared / summed", "us of a sum", "tokens/s")
+    header = ("tokens", "summed ms", "shared ms", "streamed ms", "best / summed", "us of a sum",
+              "tokens/s")  # fmt: skip
     rows = [
         (
             f"{trial.num_tokens:,}",
             f"{1e3 * trial.summed_s:.2f}",
             f"{1e3 * trial.shared_s:.2f}",
-            f"{trial.shared_s / trial.summed_s:.3f}",
-            f"{1e6 * (trial.summed_s - trial.shared_s) / (2 * num_layers):.1f}",
-            f"{trial.num_tokens / trial.shared_s:,.0f}",
+            "" if trial.streamed_s is None else f"{1e3 * trial.streamed_s:.2f}",
+            f"{trial.best_s / trial.summed_s:.3f}",
+            f"{1e6 * (trial.summed_s - trial.best_s) / (2 * num_layers):.1f}",
+            f"{trial.num_tokens / trial.best_s:,.0f}",
         )
         for trial in trials
     ]
@@ -167,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a step")
     parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS, help="of a prompt, at most")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each form")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each form")
     parser.add_argument(
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
         help="any other key of the configuration, its value in JSON",
