@@ -10,6 +10,9 @@ layer: `dispatch` cannot be captured in a graph.
 
 Instead, every row may go to every rank (`gather_tokens`), and a reduce-scatter adds the parts. Of
 few ranks nearly every row goes everywhere anyway. All sizes are known, so that can be captured.
+
+A dense layer has no router: all rows are gathered for its feed-forward part, whose sum is
+scattered. What a row is computed from, and in which order, is as without shares.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.ranks import peer_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
-from kernels.comm.limits import SumLimits, limits_of
+from kernels.comm.limits import SumLimits, limits_of, sequence_parallel_tokens
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS
 
@@ -124,6 +124,16 @@ def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
 def test_an_unknown_gpu_has_limits_that_say_so(num_ranks: int) -> None:
     assert not limits_of("NVIDIA Z9000", num_ranks).is_measured
     assert all(limits_of("NVIDIA H200", measured).is_measured for measured in (2, 4))
+
+
+def test_a_step_is_sequence_parallel_from_as_many_tokens_as_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {("NVIDIA Z9000", 4): replace(LIMITS, sequence_parallel=2**20)}
+    monkeypatch.setattr("kernels.comm.limits._MEASURED", limits)
+    assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=2**10) == 2**10
+    assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=1000) == 1049
+    assert sequence_parallel_tokens("NVIDIA Z9000", 2, row_bytes=1000) is None, "not measured"
 
 
 def test_gpus_that_are_not_alike_map_no_memory() -> None:
