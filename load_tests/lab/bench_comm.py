@@ -120,10 +120,9 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
             nccl.all_gather(normed)
 
         def stream_in_shares() -> None:
-            nccl.all_gather(share_stream_add_norm(*shares, memory)[0])
+            nccl.all_gather(share_stream_add_norm(x, own, weight, EPS, memory)[0])
 
-        shares = x, own, weight, EPS
-        found["stream of a share"] = partial(share_stream_add_norm, *shares, memory)
+        found["stream of a share"] = partial(share_stream_add_norm, x, own, weight, EPS, memory)
         found["stream in shares"] = stream_in_shares
         found["NCCL scatter"] = partial(nccl.reduce_scatter, x)
         found["NCCL in shares"] = nccl_in_shares
