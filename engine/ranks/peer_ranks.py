@@ -23,6 +23,7 @@ from engine.layers.context import Comm, FusedSums
 from engine.ranks.agreement import BUILD_PATIENCE_S
 from engine.ranks.comm import NcclRanks
 from engine.ranks.rank import Rank
+from kernels.comm.gather_stream import fits_gather_stream, gather_stream
 from kernels.comm.limits import SumLimits, limits_of
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory, fits_norm
@@ -81,9 +82,12 @@ class PeerRanks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._follow()
-        if not self._shares(x, x.nbytes * self.rank.size):
-            return self.others.all_gather(x)
-        return gather_shares(x.contiguous(), self.memory)
+        num_bytes = x.nbytes * self.rank.size
+        if self._shares(x, num_bytes):
+            return gather_shares(x.contiguous(), self.memory)
+        if num_bytes <= self.limits.gather_stream and fits_gather_stream(x, self.memory):
+            return gather_stream(x, self.memory)
+        return self.others.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self._follow()

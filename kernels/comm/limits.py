@@ -18,6 +18,7 @@ class SumLimits:
     stream: int  # in a stream of pieces; above it they are apart
     shares: int  # of what is gathered or scattered: all ranks' shares together
     share_stream: int = 0  # of a sum of which ranks take their rows, with the norm, in a stream
+    gather_stream: int = 0  # of what is gathered, above `shares`, in a stream
     # Of a dense layer's sum with residual and norm: from it on ranks scatter, normalise their
     # shares and gather; 0 = never.
     sequence_parallel: int = 0

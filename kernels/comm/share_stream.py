@@ -115,19 +115,20 @@ def _share_stream_kernel(
     end(count_ptr, before, num_calls_of(num_pieces))
 
 
-def _rows_of_piece(x: Tensor, num_ranks: int) -> int:
-    """Of each owner: a block sends so many to every other rank."""
+def rows_of_piece(x: Tensor, num_ranks: int) -> int:
+    """Which a block sends to every other rank before it waits."""
     return max(1, PIECE_BYTES // (x.shape[1] * x.element_size()) // (num_ranks - 1))
 
 
-def _blocks_that_fit(x: Tensor, memory: PeerMemory) -> int:
-    piece_bytes = _rows_of_piece(x, memory.num_ranks) * x.shape[1] * x.element_size()
+def blocks_that_fit(x: Tensor, memory: PeerMemory) -> int:
+    """Whose pieces a slot has room for."""
+    piece_bytes = rows_of_piece(x, memory.num_ranks) * x.shape[1] * x.element_size()
     return memory.slot_bytes // (DEPTH * memory.num_ranks * piece_bytes)
 
 
 def fits_share_stream(x: Tensor, memory: PeerMemory) -> bool:
     """Whether a slot has room for the pieces of an `x` that `fits_norm`."""
-    return x.dtype in SUM_DTYPES and _blocks_that_fit(x, memory) > 0
+    return x.dtype in SUM_DTYPES and blocks_that_fit(x, memory) > 0
 
 
 def share_stream_add_norm(
@@ -147,7 +148,7 @@ def share_stream_add_norm(
     check_lines(out, residual, weight)
     if x.numel() == 0:
         return out, residual
-    piece, most = _rows_of_piece(x, memory.num_ranks), _blocks_that_fit(x, memory)
+    piece, most = rows_of_piece(x, memory.num_ranks), blocks_that_fit(x, memory)
     assert most > 0, f"{list(x.shape)} in {x.dtype} with slots of {memory.slot_bytes} bytes"
     num_blocks = min(most, MAX_BLOCKS, 2 * memory.max_blocks)  # as in kernels.comm.stream
     grid = grid_of(-(-num_shared // piece), num_blocks)

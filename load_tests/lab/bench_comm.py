@@ -29,6 +29,7 @@ from engine.layers.context import Comm
 from engine.ranks.meeting import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
+from kernels.comm.gather_stream import gather_stream
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.share_stream import share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
@@ -74,6 +75,8 @@ COLUMNS = (
     "norm of a share",
     "stream of a share",
     "stream in shares",
+    "gather stream of shares",
+    "two streams in shares",
 )
 
 
@@ -122,6 +125,11 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
         def stream_in_shares() -> None:
             nccl.all_gather(share_stream_add_norm(x, own, weight, EPS, memory)[0])
 
+        def two_streams_in_shares() -> None:
+            gather_stream(share_stream_add_norm(x, own, weight, EPS, memory)[0], memory)
+
+        found["gather stream of shares"] = partial(gather_stream, share, memory)
+        found["two streams in shares"] = two_streams_in_shares
         found["stream of a share"] = partial(share_stream_add_norm, x, own, weight, EPS, memory)
         found["stream in shares"] = stream_in_shares
         found["NCCL scatter"] = partial(nccl.reduce_scatter, x)

@@ -12,6 +12,7 @@ from engine.layers.context import Comm
 from engine.layers.token_exchange import own_rows
 from engine.ranks.peer_ranks import PeerRanks
 from kernels.comm import reference
+from kernels.comm.gather_stream import gather_stream
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.share_stream import share_stream_add_norm
@@ -169,11 +170,13 @@ def _wrong_share_streams(comm: Comm, seed: int) -> list[str]:
             _late(comm, again, number)
             got = share_stream_add_norm(parts[comm.rank.index], own, weight, EPS, memory)
             is_right = [(a[:num_own] == b[share]).all() for a, b in zip(got, expected, strict=True)]
+            gathered = gather_stream(got[0], memory)[:rows]
+            is_right.append((gathered == expected[0]).all())
             found[f"{rows} x {width}, {again}"] = torch.stack(is_right).all()
     return [what for what, is_right in found.items() if not is_right]
 
 
-def test_shares_in_a_stream_have_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
+def test_shares_in_streams_have_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
     assert ranks.run(_wrong_share_streams, SEED) == [[] for _ in range(SIZE)], SEED
 
 

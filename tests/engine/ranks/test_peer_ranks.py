@@ -42,6 +42,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> PeerRanks:
         monkeypatch.setattr(peer_ranks, name, say("packets"))
     monkeypatch.setattr(peer_ranks, "stream_add_norm", say("stream"))
     monkeypatch.setattr(peer_ranks, "share_stream_add_norm", say("share stream"))
+    monkeypatch.setattr(peer_ranks, "gather_stream", say("stream"))
     for name in ("gather_shares", "scatter_sum"):
         monkeypatch.setattr(peer_ranks, name, say("shares"))
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
@@ -109,6 +110,10 @@ def test_shares_count_together_and_exchanges_of_pairs_are_nccls(ranks: PeerRanks
         ranks.all_to_all(_lines(16)),
     ]
     assert found == ["shares", "NCCL", "shares", "NCCL", "NCCL"]
+    ranks.limits = replace(LIMITS, gather_stream=1024)
+    shares = [_lines(256), _lines(272), _lines(512), _lines(528), _lines(512).T]
+    found = [ranks.all_gather(share) for share in shares]
+    assert found == ["shares", "stream", "stream", "NCCL", "NCCL"]
 
 
 def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:

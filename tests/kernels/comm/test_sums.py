@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from kernels.comm import packets, share_stream, shares, signals, stream, sums
+from kernels.comm import gather_stream, packets, share_stream, shares, signals, stream, sums
 from kernels.comm.packets import sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory, grid_of
 from kernels.comm.share_stream import share_stream_add_norm
@@ -55,12 +55,15 @@ def test_it_compiles_for_an_h200(two_shots: bool) -> None:
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
     memory = PeerMemory(rank=1, memories=memories, count=count, max_blocks=H200.num_sms)
     x = torch.zeros(16, 5120, dtype=torch.bfloat16)
-    with compiled_for(H200, packets, sums, shares, signals, stream, share_stream) as shared_bytes:
+    with compiled_for(
+        H200, packets, sums, shares, signals, stream, share_stream, gather_stream
+    ) as shared_bytes:
         if not two_shots:
             sum_by_packets_add_norm(x, x.clone(), x[0], 1e-6, memory)
             gather_shares(x, memory)
             scatter_sum(x, memory)
             stream_add_norm(x, x.clone(), x[0], 1e-6, memory)
+            gather_stream.gather_stream(x, memory)
             share_stream_add_norm(x, x[:8].clone(), x[0], 1e-6, memory)
         sum_over_ranks(x, memory, two_shots=two_shots)
         sum_add_norm(x, x.clone(), x[0], 1e-6, memory, two_shots=two_shots)
