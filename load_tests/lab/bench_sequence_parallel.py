@@ -8,10 +8,11 @@ in each round; the first round is not counted. Milliseconds are medians, of the 
 
     summed        each sum goes to all ranks, which add the residual and normalise all rows
     shared        it is scattered, each rank normalises its rows, and they are gathered
-    streamed      the same, scattered and normalised in one kernel (kernels/comm/share_stream.py)
-    us of a sum   that is saved, by the faster of both: (summed - it) / (2 * layers)
+    stream        the same, scattered and normalised in one kernel (kernels/comm/share_stream.py)
+    streams       and gathered by one of ours, too (kernels/comm/gather_stream.py)
+    us of a sum   that the fastest of these saves: (summed - it) / (2 * layers)
 
-`sequence_parallel` and `share_stream` of `kernels.comm.limits` are read from here.
+`sequence_parallel`, `share_stream` and `gather_stream` of `kernels.comm.limits` are read from here.
 """
 
 import argparse
@@ -58,24 +59,27 @@ LARGEST_BYTES = 2**40  # of any sum
 
 
 class Form(Enum):
-    SUMMED = "all rows on every rank"
-    SHARED = "rows shared out"
-    STREAMED = "rows shared out by a stream"
+    SUMMED = "summed"
+    SHARED = "shared"
+    STREAM = "stream"
+    STREAMS = "streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Steps of one size, in seconds."""
+    """Steps of one size, in seconds by form; those with streams only where there is peer memory."""
 
     num_tokens: int
-    summed_s: float
-    shared_s: float
-    streamed_s: float | None = None  # None = there is no peer memory
+    seconds: dict[Form, float]
 
     @property
     def best_s(self) -> float:
-        """Of the two forms that share rows out."""
-        return self.shared_s if self.streamed_s is None else min(self.shared_s, self.streamed_s)
+        """Of the forms that share rows out."""
+        return min(took_s for form, took_s in self.seconds.items() if form is not Form.SUMMED)
+
+    @property
+    def saved_s(self) -> float:
+        return self.seconds[Form.SUMMED] - self.best_s
 
 
 def time_forms(
@@ -87,29 +91,26 @@ def time_forms(
         for start in range(0, num_tokens, row_tokens)
     ]
     plan = dummy_step(rows, executor.layout.block_size)
-    forms = [Form.SUMMED, Form.SHARED]
-    forms += [Form.STREAMED] if isinstance(comm, PeerRanks) else []
+    forms = tuple(Form) if isinstance(comm, PeerRanks) else (Form.SUMMED, Form.SHARED)
     found: dict[Form, list[float]] = {form: [] for form in forms}
     for _ in range(1 + num_rounds):
         for form in forms:
             _choose(executor, comm, form)
             # The second of two, which is launched while the first computes.
             found[form].append(TimedSteps(executor, comm).durations_s([plan] * 2)[1])
-    medians_s = {form: _slowest(comm, seconds[1:]) for form, seconds in found.items()}
-    return Trial(
-        num_tokens=num_tokens,
-        summed_s=medians_s[Form.SUMMED],
-        shared_s=medians_s[Form.SHARED],
-        streamed_s=medians_s.get(Form.STREAMED),
-    )
+    seconds = {form: _slowest(comm, every[1:]) for form, every in found.items()}
+    return Trial(num_tokens=num_tokens, seconds=seconds)
 
 
 def _choose(executor: Executor, comm: Comm, form: Form) -> None:
     """What the next steps do; every rank calls it."""
     executor.min_exchanged_tokens = None if form is Form.SUMMED else FROM_ONE_TOKEN
     if isinstance(comm, PeerRanks):
-        largest = LARGEST_BYTES if form is Form.STREAMED else 0
-        comm.limits = replace(comm.limits, share_stream=largest)
+        comm.limits = replace(
+            comm.limits,
+            share_stream=LARGEST_BYTES if form in (Form.STREAM, Form.STREAMS) else 0,
+            gather_stream=LARGEST_BYTES if form is Form.STREAMS else 0,
+        )
 
 
 def _slowest(comm: Comm, seconds: Sequence[float]) -> float:
@@ -120,16 +121,14 @@ def _slowest(comm: Comm, seconds: Sequence[float]) -> float:
 
 def render(trials: Sequence[Trial], num_layers: int) -> str:
     """A table in Markdown."""
-    header = ("tokens", "summed ms", "shared ms", "streamed ms", "best / summed", "us of a sum",
-              "tokens/s")  # fmt: skip
+    forms = [f"{form.value} ms" for form in Form]
+    header = ("tokens", *forms, "best / summed", "us of a sum", "tokens/s")
     rows = [
         (
             f"{trial.num_tokens:,}",
-            f"{1e3 * trial.summed_s:.2f}",
-            f"{1e3 * trial.shared_s:.2f}",
-            "" if trial.streamed_s is None else f"{1e3 * trial.streamed_s:.2f}",
-            f"{trial.best_s / trial.summed_s:.3f}",
-            f"{1e6 * (trial.summed_s - trial.best_s) / (2 * num_layers):.1f}",
+            *(f"{1e3 * trial.seconds[form]:.2f}" if form in trial.seconds else "" for form in Form),
+            f"{trial.best_s / trial.seconds[Form.SUMMED]:.3f}",
+            f"{1e6 * trial.saved_s / (2 * num_layers):.1f}",
             f"{trial.num_tokens / trial.best_s:,.0f}",
         )
         for trial in trials
