@@ -206,7 +206,6 @@ def test_ranks_compute_the_bits_of_one_rank(
 @pytest.mark.parametrize(
     "name",
     [
-        "grouped queries",
         "sequence-parallel, QK-norm, biases",
         "experts and a shared one, a dense layer",
         "whole experts and a shared one, a dense layer",
