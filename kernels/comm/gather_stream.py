@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory, fits_norm, grid_of, write_to_ranks
+from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory, fits_norm, grid_of
 from kernels.comm.share_stream import blocks_that_fit, rows_of_piece
 from kernels.comm.signals import MAX_BLOCKS, begin, data_of, end, signal, slot_of, wait
 from kernels.comm.stream import DEPTH, MAX_REGISTERS, num_calls_of
@@ -54,7 +54,9 @@ def _gather_stream_kernel(
             into = place + (piece % DEPTH * WORLD + RANK) * stride + columns
             for row in range(first, tl.minimum(first + PIECE, num_rows)):
                 x = tl.load(x_ptr + row * ROW + columns, mask=mask, other=0)
-                write_to_ranks(memories, into + (row - first) * ROW, x, mask, RANK, WORLD)
+                for step in tl.static_range(1, WORLD):  # not all to one rank at once
+                    data = data_of(memories[(RANK + step) % WORLD], x.dtype)
+                    tl.store(data + into + (row - first) * ROW, x, mask=mask)
                 there = ((zero + RANK) * num_rows + row) * ROW + columns
                 tl.store(out_ptr + there, x, mask=mask)
         if piece > 0:

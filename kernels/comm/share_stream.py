@@ -41,14 +41,16 @@ def _write_to_owners(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
 ) -> None:
-    """Row `row` of every other rank's share to place `there` of its data, if it has so many."""
+    """Row `row` of every other rank's share to place `there` of its data, if it has so many.
+
+    Each rank begins with the one after it, so that not all write to one at once.
+    """
     columns = tl.arange(0, BLOCK)
-    for owner in tl.static_range(WORLD):
-        if owner != RANK:
-            theirs = tl.full((), owner, tl.int64) * num_shared + row
-            mask = (columns < ROW) & (theirs < num_rows)
-            x = tl.load(x_ptr + theirs * ROW + columns, mask=mask, other=0.0)
-            tl.store(data_of(memories[owner], x.dtype) + there, x, mask=mask)
+    for step in tl.static_range(1, WORLD):
+        theirs = tl.full((), (RANK + step) % WORLD, tl.int64) * num_shared + row
+        mask = (columns < ROW) & (theirs < num_rows)
+        x = tl.load(x_ptr + theirs * ROW + columns, mask=mask, other=0.0)
+        tl.store(data_of(memories[(RANK + step) % WORLD], x.dtype) + there, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shared", "num_pieces"])

@@ -51,7 +51,7 @@ def test_packets_are_added_and_taken_away() -> None:
 
 @pytest.mark.parametrize("two_shots", [False, True])
 def test_it_compiles_for_an_h200(two_shots: bool) -> None:
-    memories = tuple(torch.zeros((DATA_BEGINS + 2**22) // 8, dtype=torch.int64) for _ in range(2))
+    memories = tuple(torch.zeros((DATA_BEGINS + 2**22) // 8, dtype=torch.int64) for _ in range(4))
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
     memory = PeerMemory(rank=1, memories=memories, count=count, max_blocks=H200.num_sms)
     x = torch.zeros(16, 5120, dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ def test_it_compiles_for_an_h200(two_shots: bool) -> None:
             scatter_sum(x, memory)
             stream_add_norm(x, x.clone(), x[0], 1e-6, memory)
             gather_stream.gather_stream(x, memory)
-            share_stream_add_norm(x, x[:8].clone(), x[0], 1e-6, memory)
+            share_stream_add_norm(x, x[:4].clone(), x[0], 1e-6, memory)
         sum_over_ranks(x, memory, two_shots=two_shots)
         sum_add_norm(x, x.clone(), x[0], 1e-6, memory, two_shots=two_shots)
     assert shared_bytes
