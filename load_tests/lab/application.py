@@ -94,6 +94,6 @@ def application_command(
 
 
 def replica_ports_of(index: int, first_port: int) -> range:
-    """Ports for the ingress replicas of application number `index` of several, from `first_port`."""
+    """Ports for the ingress replicas of application number `index`, the first at `first_port`."""
     first = first_port + index * NUM_REPLICA_PORTS
     return range(first, first + NUM_REPLICA_PORTS)
