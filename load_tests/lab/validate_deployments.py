@@ -165,7 +165,7 @@ def _first_of_role(run: MeasuredRun, role: Literal["unified", "prefill"]) -> str
 
 
 def check_ranks(names: Sequence[str]) -> None:
-    """Raises ValueError for workers over different numbers of GPUs: no step costs are theirs all."""
+    """Raises ValueError for workers over different numbers of GPUs: their step costs differ."""
     by_ranks = {Deployment.parse(name).ranks: name for name in names}
     if len(by_ranks) > 1:
         raise ValueError(f"{' and '.join(by_ranks.values())}: measure them to a file each")
