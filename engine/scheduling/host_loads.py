@@ -18,7 +18,7 @@ on the engine thread. Knows no bytes, no arena and no rows.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.cost_model import StepCosts
 from engine.kv.cache import BlockCache, BlockTerms
@@ -46,6 +46,15 @@ class TierLoad(Protocol):
 
 class HostTier(Protocol):
     """Blocks beside the device, by hash (see engine/kv/host/tier.py)."""
+
+    @property
+    def stores(self) -> Literal["evicted", "answers"]:
+        """What is to be given to `save`."""
+        ...
+
+    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Take blocks (id, hash) that leave, of each sequence the last ones first."""
+        ...
 
     @property
     def is_active(self) -> bool:
@@ -149,6 +158,9 @@ class NoHostLoads:
 
     def settle(self) -> list[int]:
         return []
+
+    def ended(self, request: Request) -> None:
+        pass
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         return iter(())
@@ -279,6 +291,18 @@ class HostLoads:
                     del self._loading[block_hash]
         self._loads = [load for load in self._loads if not load.is_over]
         return unknown
+
+    def ended(self, request: Request) -> None:
+        """Store the blocks that an answer has filled, if the tier is for those.
+
+        request: one that ran, and still holds its blocks.
+        """
+        if self._tier.stores == "answers":
+            first = request.num_prompt_tokens // self._block_size
+            filled = range(first, request.num_indexed_blocks)
+            if filled:
+                ids, hashes = request.block_ids, request.block_hashes
+                self._tier.save([(ids[i], hashes[i]) for i in reversed(filled)])
 
     # ---- observation ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.fake_host_tier import FakeHostTier
 from tests.engine.scheduling.world import MAX_MODEL_LEN, World
 from tests.harness.fakes import EMPTY, VOCAB_SIZE, FakeExecutor
+from tests.harness.seeds import fresh_random
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 300
@@ -228,3 +229,31 @@ def test_every_request_gets_its_tokens_from_blocks_that_come_and_go(
     _play(world, rng)
     assert tier.num_loaded > 0
     assert MAX_MODEL_LEN == 40
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_an_answer_has_filled_is_stored_when_it_ends_and_is_what_it_should_be(
+    overlap: bool,
+) -> None:
+    """`FakeHostTier.save` compares it with what else was stored under its name."""
+    tier = FakeHostTier(rng=fresh_random(), stores="answers")
+    world = World(Scheduler, overlap=overlap, host_tier=tier)
+    _play(world, fresh_random())
+    assert tier.blocks
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_only_whole_blocks_of_the_answer_are_stored(is_aborted: bool) -> None:
+    """Of 6 prompt tokens and 12 more, the last of which is not computed: blocks 1 to 3 of 4."""
+    tier = FakeHostTier(stores="answers")
+    world = World(Scheduler, overlap=False, host_tier=tier)
+    params = SamplingParams(max_tokens=20 if is_aborted else 12, ignore_eos=True)
+    world.add([1, 2, 3, 4, 5, 6], params, 1, 0, None, moves=False)
+    if is_aborted:
+        for _ in range(12):
+            assert not tier.blocks
+            world.step()
+        world.abort(0)
+    else:
+        world.drain()
+    assert len(tier.blocks) == 3
