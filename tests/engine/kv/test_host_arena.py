@@ -104,6 +104,40 @@ def test_a_pool_refills_from_the_reserve_then_steals_half_then_evicts(name: str)
     two.close()
 
 
+def test_a_small_pool_is_left_to_its_worker_where_others_could_evict(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    slots = one.take(one.num_blocks)
+    assert one.publish(slots, [name_of(number) for number in range(len(slots))], [0] * len(slots))
+    kept = two.take(1)  # evicts as many as it may, and keeps the rest
+    num_left = two.terms().num_pool[two.member]
+    two.give_back(two.take(num_left - MIN_POOL_BLOCKS)[:0])
+    assert two.terms().num_pool == {two.member: MIN_POOL_BLOCKS}
+    assert one.take(1), "what is stored can be evicted"
+    assert two.terms().num_pool[two.member] == MIN_POOL_BLOCKS
+    two.give_back(kept)
+    one.close()
+    two.close()
+
+
+def test_a_block_that_is_another_by_the_time_it_is_read_is_not_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = open_arena(name)
+    (found,) = arena.find(store(arena, range(1)))
+    where_is = arena._slot_of
+
+    def replace_it(block_hash: bytes) -> int | None:
+        slot = where_is(block_hash)
+        monkeypatch.undo()
+        assert arena.drop(found)
+        store(arena, range(1, 65))  # another one takes its place
+        return slot
+
+    monkeypatch.setattr(arena, "_slot_of", replace_it)
+    assert arena.find([name_of(0)]) == []
+    arena.close()
+
+
 def test_what_was_used_longest_ago_is_evicted_and_a_chain_from_its_end(name: str) -> None:
     arena = open_arena(name)
     chains = [range(100 * chain, 100 * chain + 20) for chain in range(3)]
@@ -117,6 +151,18 @@ def test_what_was_used_longest_ago_is_evicted_and_a_chain_from_its_end(name: str
     assert sum(found) < 60
     left = [sum(bool(arena.find([name])) for name in chain) for chain in names]
     assert left == found, "a block is left whose beginning is gone"
+    arena.close()
+
+
+def test_a_chain_that_was_used_again_is_evicted_from_its_end(name: str) -> None:
+    arena = open_arena(name)
+    chain = store(arena, range(40))
+    arena.take(arena.num_blocks - 40)
+    arena.touch(chain)
+    assert arena.take(1)
+    num_left = arena.num_found(chain)
+    assert 0 < num_left < 40
+    assert arena.terms().num_ready == num_left, "a block is left whose beginning is gone"
     arena.close()
 
 

@@ -109,11 +109,30 @@ def test_a_load_that_stalls_costs_a_tenth_of_computing_everything(num_landed: in
     assert not world.loads.is_active
 
 
+def test_what_the_device_has_counts_where_a_load_stalls() -> None:
+    """Attention to it is part of what computing the rest takes."""
+    world = Loads()
+    held = world.cache.allocate(40)
+    assert held is not None
+    for i, block_id in enumerate(held):
+        world.cache.index(block_id, world.hashes[i], world.hashes[i - 1] if i else None)
+    request = world.request("a")
+    assert world.is_awaited(request, 5.0)
+    world.land(20)
+    all_s = PRIOR.seconds(2000 - 640, 640)
+    limit_s = 1.1 * all_s - PRIOR.seconds(2000 - 960, 960)
+    assert world.loads.due_s == pytest.approx(5.0 + limit_s, rel=1e-9)
+    world.loads.forget(request.key)
+    world.cache.release(world.land(0))
+    world.cache.release(held)
+
+
 def test_what_is_sooner_computed_is_not_loaded() -> None:
     slow = Loads(block_s=0.01)
     assert not slow.is_awaited(slow.request("a"), 0.0)
     assert slow.loads.statistics().num_unworthy_blocks == 100
     assert not slow.tier.loads
+    assert slow.loads.num_uncached(slow.request("b"), 2000) == 2000, "it counts as computed"
     few = Loads(num_stored=0)
     assert not few.is_awaited(few.request("a"), 0.0)
     assert few.loads.statistics().num_asked_blocks == 124
