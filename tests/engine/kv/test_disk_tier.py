@@ -131,7 +131,7 @@ def test_what_left_the_arena_comes_back_from_files_with_every_bit(world: World) 
     assert world.arena.num_found(chain) == 8, "it is in the arena again"
     statistics = world.tier.statistics()
     assert statistics.disk is not None
-    assert statistics.disk.num_written == 24
+    assert (statistics.num_stored, statistics.disk.num_written) == (24, 24)
     assert statistics.disk.num_loaded == sum(isinstance(block, DiskBlock) for block in found)
 
 
@@ -158,6 +158,25 @@ def test_a_harmed_file_is_never_used(world: World, path: Path, harm: str) -> Non
     assert world.arena.num_found([name_of(number)]) == 0
     good = world.store.tensor[40 : 40 + load.num_landed]
     assert torch.equal(good, world.store.tensor[: load.num_landed])
+
+
+def test_what_was_read_before_a_file_that_is_gone_is_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in range(0, 32, 4):
+        world.save(range(first, first + 4))
+    blocks = [block for i in range(4) if (block := world.files.get(name_of(i))) is not None]
+    read = world.files.read
+
+    def read_but_the_third(block: DiskBlock, row: Row) -> bool:
+        return block is not blocks[2] and read(block, row)
+
+    monkeypatch.setattr(world.files, "read", read_but_the_third)
+    load = world.tier.load(blocks, [40, 41, 42, 43])
+    world.settle()
+    assert (load.num_landed, load.problem) == (2, "gone")
+    assert torch.equal(world.store.tensor[40:42], world.store.tensor[:2])
+    assert world.tier.statistics().num_corrupt == 0
 
 
 def test_a_disk_that_hangs_keeps_no_block_of_the_device(

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.kv.host import arena as arena_module
 from engine.kv.host import shared_file
 from engine.kv.host.arena import MIN_POOL_BLOCKS, REFILL_BLOCKS, HostArena
+from engine.kv.host.published import PublishedBlocks
 from engine.kv.host.shared_file import (
     FOLDER,
     PREFIX,
@@ -177,6 +178,30 @@ def test_a_block_that_was_evicted_is_noticed_even_if_it_came_back(name: str) -> 
     (again,) = arena.find([name_of(0)])
     assert not arena.is_unchanged(found)
     assert arena.is_unchanged(again)
+    arena.close()
+
+
+def test_changes_are_told_once_and_all_again_to_who_asks_for_all(name: str) -> None:
+    arena = open_arena(name)
+    published = PublishedBlocks(arena)
+    names = store(arena, range(3))
+    first = published.take_events()
+    assert first is not None
+    assert (first.is_resync, sorted(first.added), first.removed) == (True, sorted(names), [])
+    assert published.take_events() is None
+    assert arena.drop(arena.find(names[:1])[0])
+    new = store(arena, range(3, 5))
+    second = published.take_events()
+    assert second is not None
+    assert (second.is_resync, sorted(second.added), second.removed) == (
+        False,
+        sorted(new),
+        names[:1],
+    )
+    published.request_resync()
+    third = published.take_events()
+    assert third is not None
+    assert (third.is_resync, sorted(third.added)) == (True, sorted(names[1:] + new))
     arena.close()
 
 

@@ -224,6 +224,23 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     assert world.tier.statistics().num_dropped == 6
 
 
+@pytest.mark.parametrize("is_evicted_again", [False, True])
+def test_what_is_found_or_evicted_again_stays_in_the_arena(
+    world: World, *, is_evicted_again: bool
+) -> None:
+    for number in range(4):
+        world.save(range(10 * number, 10 * number + 4))
+        world.settle()
+    world.arena.take(64 - 16)
+    if is_evicted_again:
+        world.save([0])
+    else:
+        assert world.tier.find([name_of(0)])
+    world.arena.take(1)  # evicts a few
+    assert world.arena.num_ready < 16
+    assert world.arena.num_found([name_of(0)]) == 1
+
+
 def test_a_worker_writes_to_a_quarter_of_the_arena_at_a_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ class World:
             if i >= load.num_landed:
                 self.free.append(block_id)
                 continue
+            assert self.store.digests.of([block_id]) == [load.blocks[i].digest]
             name = load.blocks[i].block_hash
             self.device.steps.queue(self._reading(block_id, name))
 
