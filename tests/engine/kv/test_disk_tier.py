@@ -130,6 +130,7 @@ def test_what_left_the_arena_comes_back_from_files_with_every_bit(world: World) 
     assert world.store.digests.of(range(40, 48)) == world.store.digest(list(range(40, 48)))
     assert world.arena.num_found(chain) == 8, "it is in the arena again"
     statistics = world.tier.statistics()
+    assert world.disk.read_time.predicted_s != SIZE / 10e9, "it learns from what was read"
     assert statistics.disk is not None
     assert (statistics.num_stored, statistics.disk.num_written) == (24, 24)
     assert statistics.disk.num_loaded == sum(isinstance(block, DiskBlock) for block in found)
