@@ -96,7 +96,8 @@ class Scheduler:
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
-        self._host_loads = build_host_loads(host_tier, cache, block_size)
+        max_step_tokens = config.max_num_batched_tokens
+        self._host_loads = build_host_loads(host_tier, cache, block_size, max_step_tokens)
         self._prompts = PromptScheduling(
             laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )

@@ -23,7 +23,9 @@ AMPLE = BlockTerms(num_spare_blocks=0)
 class Loads:
     """The loads of requests of 2,000 tokens, of which the tier has the first `num_stored` blocks"""
 
-    def __init__(self, num_stored: int = 100, block_s: float = 1e-6) -> None:
+    def __init__(
+        self, num_stored: int = 100, block_s: float = 1e-6, max_step_tokens: int = 8192
+    ) -> None:
         self.cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
         self.tier = FakeHostTier(block_s=block_s)
         self.tier.executor = FakeExecutor(
@@ -36,7 +38,7 @@ class Loads:
         self.hashes = [bytes([i % 256, i // 256] * 8) for i in range(200)]
         for block_hash in self.hashes[:num_stored]:
             self.tier.blocks[block_hash] = [EMPTY] * BLOCK_SIZE
-        self.loads = HostLoads(self.tier, self.cache, BLOCK_SIZE)
+        self.loads = HostLoads(self.tier, self.cache, BLOCK_SIZE, max_step_tokens)
 
     def request(self, name: str, num_tokens: int = 2000) -> Request:
         request = Request(
@@ -107,6 +109,19 @@ def test_a_load_that_stalls_costs_a_tenth_of_computing_everything(num_landed: in
     assert len(world.land(0)) == 100 - num_landed, "what did not land is zeroed"
     assert len(world.cache.match(world.hashes)) == num_landed
     assert not world.loads.is_active
+
+
+def test_a_prompt_of_several_steps_waits_no_longer_for_a_load_that_stalls() -> None:
+    """Each step has a floor: what has landed saves less than one large step would have taken."""
+    world = Loads(max_step_tokens=900)
+    request = world.request("a")
+    assert world.is_awaited(request, 5.0)
+    world.land(10)
+    rest_s = [PRIOR.seconds(n, cached) for n, cached in ((900, 160), (900, 1060), (40, 1960))]
+    all_s = [PRIOR.seconds(n, cached) for n, cached in ((900, 0), (900, 900), (200, 1800))]
+    assert world.loads.due_s == pytest.approx(5.0 + 1.1 * sum(all_s) - sum(rest_s), rel=1e-9)
+    world.loads.forget(request.key)
+    world.cache.release(world.land(0))
 
 
 def test_what_the_device_has_counts_where_a_load_stalls() -> None:
