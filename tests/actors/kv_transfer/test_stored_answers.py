@@ -10,6 +10,7 @@ from tests.harness.seeds import fresh_random
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_from_its_stored_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
