@@ -60,6 +60,8 @@ def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
     if cache.disk_path is not None and cache.host_gib == 0:
         return f"cache.disk_path: {cache.disk_path} needs the host tier; set cache.host_gib"
+    if cache.host_answers and (why := _answers_contradiction(config)) is not None:
+        return f"cache.host_answers: {why}, or this to false"
     if cache.host_gib > 0 and not cache.enable_prefix_caching:
         return (
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
@@ -75,6 +77,17 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"model.max_model_len: {asked} tokens, but cache.num_blocks x cache.block_size holds"
             f" {capacity}; lower the first or raise cache.num_blocks"
         )
+    return None
+
+
+def _answers_contradiction(config: AppConfig) -> str | None:
+    """What to set instead."""
+    if config.cache.host_gib == 0:
+        return "there is no host tier; set cache.host_gib"
+    if config.workers.decode == 0:
+        return "there are no decode workers; set workers.decode"
+    if max(config.workers.num_ranks.values()) > 1:
+        return "only workers of one rank store answers; set workers.*tensor_parallel_size to 1"
     return None
 
 

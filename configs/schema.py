@@ -80,6 +80,9 @@ class CacheConfig(_Section, frozen=True):
     # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
     # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
     host_gib: Annotated[float, Meta(ge=0)] = 0.0
+    # What decode workers compute goes to the host tier, too, as soon as an answer has ended: a
+    # prefill worker of the same machine loads it for the conversation's next prompt.
+    host_answers: bool = False
     # Folder on each machine for blocks of the host tier, which its workers share and which outlives
     # them; made for this user alone. None = none.
     disk_path: str | None = None

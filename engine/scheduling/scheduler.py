@@ -83,8 +83,8 @@ class Scheduler:
     ) -> None:
         """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
 
-        drafting: None = no request gets drafts. host_tier: what `cache` evicts goes there; None =
-        it is lost.
+        drafting: None = no request gets drafts. host_tier: where blocks are that left a device;
+        None = nowhere.
         """
         _check_limits(config, finish_rules.max_model_len, cache.num_blocks, block_size)
         self._config = config
@@ -96,7 +96,8 @@ class Scheduler:
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
-        self._host_loads = build_host_loads(host_tier, cache, block_size)
+        max_step_tokens = config.max_num_batched_tokens
+        self._host_loads = build_host_loads(host_tier, cache, block_size, max_step_tokens)
         self._prompts = PromptScheduling(
             laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )
@@ -172,6 +173,7 @@ class Scheduler:
             if (request := self._running.get(key)) is None:
                 return False
             self._unseat(request)
+            self._host_loads.ended(request)
         self._leave(request)
         return True
 
@@ -516,6 +518,7 @@ class Scheduler:
         self._unseat(request)
         if finish is not None:
             self.drafting.finish(request)
+            self._host_loads.ended(request)
             self._leave(request)
         else:
             self._handoff_queue.add(request)
