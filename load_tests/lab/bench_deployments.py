@@ -14,7 +14,8 @@ have to fit. With `--at-once 1` each may have the whole GPU.
 
 Each rate's figures are printed at once as `RESULT {json}`, and `--json` is written again after
 each. A deployment that does not start, or fails, is left out and the next one measured. A rate at
-which requests are refused for want of capacity is too high. From the given rates a search goes on
+which requests are refused for want of capacity is too high. Equal rates do not offer equal loads:
+ratios of two deployments are those of `prompt_tokens_per_s`. From the given rates a search goes on
 by `--stride` until it has a good and a bad rate, and then between them: close to the rate that is
 expected a small one, as 1.12, saves runs. When `--budget-s` is over, what is left is not run, and
 said so. Every process is ended, also where this one is interrupted or told to end (SIGTERM).
@@ -46,7 +47,7 @@ from load_tests.lab.deployments import Deployment, Place, application_overrides,
 from load_tests.lab.mixed_http import Asking, HttpClients
 from load_tests.lab.mixed_sweep import SEARCH_STRIDE, Budget, Results, Serve, Sweep, note
 from load_tests.lab.server_process import ROOT, ServerProcess, end_all
-from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_SEED, MixedLoad, Served
+from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_SEED, MixedLoad, OverloadError, Served
 from load_tests.mixed_report import Point, limits_from_text
 from load_tests.tables import describe_machine
 
@@ -203,7 +204,10 @@ class Bench:
         warm_up = replace(
             self._loads[0], rate=rates[0], seed=WARM_UP_SEED, duration_s=self._args.warm_up_s
         )
-        serve(warm_up)
+        try:
+            serve(warm_up)
+        except OverloadError as refusal:
+            note(f"{name}, warming up: {refusal}")  # the rate itself is tried all the same
         for rate in rates:
             self._sweep.measure(name, rate, serve)
             if not started.deployment.is_vllm:

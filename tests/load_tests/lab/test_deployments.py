@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import pytest
 from configs.load import load_config
 from engine.cost_model import PRIOR
 from load_tests.http_load.client import LoadError
-from load_tests.lab import bench_deployments
+from load_tests.lab import bench_deployments, mixed_sweep
 from load_tests.lab.bench_deployments import Bench, build_parser
 from load_tests.lab.deployments import Deployment, Place, router_command, server_commands
+from load_tests.lab.mixed_http import Asking, HttpClients
 from load_tests.lab.server_process import ROOT, ServerCommand, ServerProcess, end_all
+from load_tests.mixed_load import WARM_UP_SEED, MixedLoad, OverloadError, Served
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
 MODEL = ROOT / "demo_model" / "laps-demo"
@@ -342,6 +345,8 @@ def test_searches_take_turns_until_the_time_is_over(
     bench = Bench(args)
     allowed = iter([True] * 6)  # the start, a rate of each, and three steps of searches
     monkeypatch.setattr(bench._budget, "allows", lambda what, seconds: next(allowed, False))
+    # A pause of this machine of 50 ms would be a backlog that grows.
+    monkeypatch.setattr(mixed_sweep, "is_good", lambda point, limits: True)
     bench.run()
     assert [(point.variant, point.rate) for point in bench.results.points] == [
         ("1u", 20.0),
@@ -352,7 +357,27 @@ def test_searches_take_turns_until_the_time_is_over(
     ]
     assert bench.results.best_rates == {"1u": 31.25, "2u": 25.0}
     assert bench.results.cut_searches == ["1u", "2u"]
-    assert "- 1u: 31.2/s or more: the search was cut\n" in bench.results.render()
+    line = r"- 1u: 31\.2/s \([\d,]+ prompt tokens/s\) or more: the search was cut\n"
+    assert re.search(line, bench.results.render())
+
+
+@pytest.mark.usefixtures("like_ours")
+def test_a_warm_up_that_is_refused_loses_no_deployment(
+    switches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = HttpClients.serve
+
+    def refuse_warm_up(
+        self: HttpClients, url: str, load: MixedLoad, vocab_size: int, how: Asking
+    ) -> list[Served]:
+        if load.seed == WARM_UP_SEED:
+            raise OverloadError("300 tokens are queued")
+        return serve(self, url, load, vocab_size, how)
+
+    monkeypatch.setattr(HttpClients, "serve", refuse_warm_up)
+    bench = Bench(build_parser().parse_args(["1u", *switches]))
+    bench.run()
+    assert [(point.variant, point.rate) for point in bench.results.points] == [("1u", 20.0)]
 
 
 @pytest.mark.parametrize(
