@@ -31,7 +31,8 @@ from engine.runner.graph_sizes import GraphSize, PromptSizes
 from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
 from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
@@ -49,7 +50,6 @@ from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_buffers import StepBuffers
 from engine.runner.step_graph_set import StepGraphSet
-from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler, SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
@@ -157,7 +157,7 @@ class Executor:
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
 
-        threshold: see `engine.runner.batch_splits`. All ranks of a model get the same.
+        threshold: see `engine.runner.overlap.batch_splits`. All ranks of a model get the same.
         """
         block_size = self.layout.block_size
         self._passes.two_batches = TwoBatches(

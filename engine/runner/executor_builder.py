@@ -34,8 +34,8 @@ from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.kv_memory import held_again, num_blocks_that_fit
-from engine.runner.overlap_rule import build_rule, layer_costs
-from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
+from engine.runner.overlap.rule import build_rule, layer_costs
+from engine.runner.overlap.trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings

@@ -17,13 +17,13 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm, ForwardContext, LastTokens
 from engine.layers.row_exchange import RowExchange
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import Meeting
 from engine.runner.dp_steps import DpSteps
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.inputs import InputBatch
 from engine.runner.last_tokens import LastTokenSteps
-from engine.runner.two_batches import BatchPart, TwoBatches
+from engine.runner.overlap.batch_splits import BatchSplit
+from engine.runner.overlap.two_batches import BatchPart, TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import resolve_input_ids

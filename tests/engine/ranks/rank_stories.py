@@ -28,8 +28,8 @@ from engine.runner.executor import Executor
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.kv_memory import num_blocks_that_fit
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.overlap_trials import WHOLE, OverlapTrials
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.trials import WHOLE, OverlapTrials
 from engine.sampling.embeddings import Embeddings
 from kernels.sampling.choices import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
@@ -123,10 +123,10 @@ def try_overlap(comm: Comm, folder: Path, captures: bool) -> list[object]:
     room = Room(StepSizes(max_rows=8, max_tokens=64, max_graph_rows=8), 4, 80, 120)
     trials = OverlapTrials(executor, room, comm, said.append)
     with (
-        patch("engine.runner.overlap_tuning.MIN_SPEEDUP", 0.0),
-        patch("engine.runner.overlap_trials.MIN_DECODE_ROWS", 4),
-        patch("engine.runner.overlap_trials.NUM_STEPS", NUM_TRIED_STEPS),
-        patch("engine.runner.overlap_tuning.NUM_STEPS", NUM_TRIED_STEPS),
+        patch("engine.runner.overlap.tuning.MIN_SPEEDUP", 0.0),
+        patch("engine.runner.overlap.trials.MIN_DECODE_ROWS", 4),
+        patch("engine.runner.overlap.trials.NUM_STEPS", NUM_TRIED_STEPS),
+        patch("engine.runner.overlap.tuning.NUM_STEPS", NUM_TRIED_STEPS),
     ):
         capture = partial(_capture_halves, executor) if captures else None
         found: list[object] = [trials.decode_lag(capture)]
