@@ -240,7 +240,7 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: OwnTier) -> Bloc
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
-        on_evict=None if host_tier is None else host_tier.save,
+        on_evict=host_tier.save if host_tier and host_tier.stores == "evicted" else None,
     )
 
 
