@@ -29,6 +29,8 @@ ERRORS = {
     "auto_round": 0.5 / 7,
     "fp8": 2**-4,
     "mxfp8": 2**-4,
+    "mxfp4": 0.25,
+    "nvfp4": 1 / 6,
     "bitsandbytes": 1 / 6,
     "modelopt mxfp8": 2**-4,
     "modelopt nvfp4": 1 / 6,
@@ -57,7 +59,7 @@ def _tensors(name: str) -> dict[str, Tensor]:
 
 
 def test_every_format_is_there() -> None:
-    assert len(FORMATS) == 29
+    assert len(FORMATS) == 31
 
 
 @pytest.mark.parametrize("name", FORMATS)

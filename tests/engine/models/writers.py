@@ -87,6 +87,14 @@ def _compressed() -> Iterator[Packed]:
     exponents = torch.exp2(torch.ceil(torch.log2(_largest(32) / 448))).bfloat16()
     floats = {"num_bits": 8, "type": "float", "scale_dtype": "torch.uint8"} | in_groups
     yield pack("mxfp8", "mxfp8-quantized", floats, {"weight_scale": exponents})
+    few = {"num_bits": 4, "type": "float"}
+    scaled = {"weight_scale": torch.exp2(torch.ceil(torch.log2(_largest(32) / 6)))}
+    yield pack("mxfp4", "mxfp4-pack-quantized", few | in_groups, scaled)
+    divisor = 6 * 448 / source().abs().max()
+    scales = (_largest(16) / 6 * divisor).to(torch.float8_e4m3fn).float()
+    weights = few | {"strategy": "tensor_group", "group_size": 16}
+    scaled = {"weight_scale": scales, "weight_global_scale": divisor.view(1)}
+    yield pack("nvfp4", "nvfp4-pack-quantized", weights, scaled)
     floats = {"num_bits": 8, "type": "float", "strategy": "channel"}
     float_tokens = tokens | {"type": "float"}
     scaled = {"weight_scale": _largest(None) / 448}
