@@ -13,6 +13,12 @@ from tests.actors.ingress.browser import Answer, run_browser, run_frames, servin
 
 pytestmark = pytest.mark.slow
 
+# The same system as another ingress sees it.
+OTHER = (
+    states.busy()
+    .replace(b"ingress-0123456789abcdef", b"ingress-fedcba9876543210")
+    .replace(b'"num":', b'"num":9')
+)
 UNAVAILABLE = b'{"error": {"message": "actor allocator.1 is not running"}}'
 NARROW_PX = 320
 NO_VALUE = "\N{EN DASH}"
@@ -108,6 +114,22 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dom]:
     """By the names of STILL, of one browser: a start of it takes longer than a page."""
     pages = run_frames(STILL, tmp_path_factory.mktemp("still") / "profile")
     return {name: Dom(html) for name, html in pages.items()}
+
+
+# Pages whose server changes what it answers.
+CHANGING: dict[str, Answer] = {
+    "silent": lambda n: (200, states.busy()) if n < 2 else (503, UNAVAILABLE),
+    "back": lambda n: (503, UNAVAILABLE) if 1 <= n <= 4 else (200, states.busy(10 + n)),
+    "no_status_at_first": lambda n: (200, b"{}" if n < 3 else states.busy()),
+    "of_two": lambda n: (200, OTHER if n % 2 else states.busy()),
+}
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dom]:
+    """By the names of CHANGING, after ten seconds."""
+    profile = tmp_path_factory.mktemp("changing") / "profile"
+    return {name: Dom(html) for name, html in run_frames(CHANGING, profile, page_s=10.0).items()}
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +255,8 @@ def test_figures_follow_the_server(load: Callable[..., Dom]) -> None:
     assert waiting - 3 - 100 in (num_asked[0] - 1, num_asked[0] - 2)  # the last may be under way
 
 
-def test_a_silent_server_is_noticed_and_the_old_figures_stay(load: Callable[..., Dom]) -> None:
-    dom = load(lambda n: (200, states.busy()) if n < 2 else (503, UNAVAILABLE), page_s=8.0)
+def test_a_silent_server_is_noticed_and_the_old_figures_stay(changing: dict[str, Dom]) -> None:
+    dom = changing["silent"]
     assert not dom.is_hidden("banner")
     banner = dom.text('id="banner"')
     assert re.match(r"No answer for \d+ s, what is shown is old", banner), banner
@@ -243,11 +265,8 @@ def test_a_silent_server_is_noticed_and_the_old_figures_stay(load: Callable[...,
     assert re.search(r'<main[^>]*class="old"', dom.html)
 
 
-def test_it_recovers_by_itself(load: Callable[..., Dom]) -> None:
-    def answer(index: int) -> tuple[int, bytes]:
-        return (503, UNAVAILABLE) if 1 <= index <= 4 else (200, states.busy(10 + index))
-
-    dom = load(answer, page_s=10.0)
+def test_it_recovers_by_itself(changing: dict[str, Dom]) -> None:
+    dom = changing["back"]
     assert dom.is_hidden("banner")
     assert int(dom.card("short")["waiting"]) > 10 + 4 + 3
     assert not re.search(r'<main[^>]*class="old"', dom.html)
@@ -263,16 +282,14 @@ def test_an_answer_that_is_no_status_is_said_so(still: dict[str, Dom]) -> None:
     assert "what came is no status" in still["no_status"].text('id="banner"')
 
 
-def test_what_is_no_status_does_not_stop_it(load: Callable[..., Dom]) -> None:
-    dom = load(lambda n: (200, b"{}" if n < 3 else states.busy()), page_s=8.0)
+def test_what_is_no_status_does_not_stop_it(changing: dict[str, Dom]) -> None:
+    dom = changing["no_status_at_first"]
     assert dom.is_hidden("banner")
     assert dom.card("short")["waiting"] == "20"
 
 
-def test_answers_of_two_ingresses_in_turn_keep_one_curve(load: Callable[..., Dom]) -> None:
-    other = states.busy().replace(b"ingress-0123456789abcdef", b"ingress-fedcba9876543210")
-    other = other.replace(b'"num":', b'"num":9')
-    dom = load(lambda n: (200, other if n % 2 else states.busy()), page_s=6.0)
+def test_answers_of_two_ingresses_in_turn_keep_one_curve(changing: dict[str, Dom]) -> None:
+    dom = changing["of_two"]
     assert dom.card("short")["num"] == "1,374"
     assert "ingress-01234567, one of several" in dom.text('id="footer"')
 
