@@ -40,6 +40,7 @@ from engine.errors import ConfigError
 from engine.messages import LapsStatus
 from engine.models.spec import load_spec
 from load_tests.http_load.client import LoadError, Server, get
+from load_tests.lab.application import FIRST_REPLICA_PORT
 from load_tests.lab.bench_mixed import setting_from_text
 from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.deployments import Deployment, Place, application_overrides, server_commands
@@ -83,6 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", type=setting_from_text, nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="where vLLM is installed")
     parser.add_argument("--port", type=int, default=8000, help="the first one")
+    parser.add_argument(
+        "--replica-port", type=int, default=FIRST_REPLICA_PORT,
+        help="the first of the ingress replicas: another one for a bench on other GPUs meanwhile",
+    )  # fmt: skip
     parser.add_argument("--ready-s", type=float, default=240.0, help="to get ready")
     parser.add_argument("--clients", type=int, default=1, help="processes that ask")
     parser.add_argument("--rates", type=float, nargs="+", default=[44.0, 60.0], help="requests/s")
@@ -163,6 +168,7 @@ class Bench:
         return Place(
             index=index,
             first_port=args.port,
+            first_replica_port=args.replica_port,
             folder=folder,
             model=args.model,
             gpus=args.gpus,

@@ -633,6 +633,14 @@ REFUSED: dict[str, tuple[dict[str, object], list[str]]] = {
         _AUTO_ROUND | {"extra_config": {"model.layers.1.mlp.up_proj": {"bits": 8}}},
         ["extra_config", "up_proj", "one scheme"],
     ),
+    "AutoRound's of rotated inputs": (
+        _AUTO_ROUND | {"rotation_config": {"hadamard_type": "quarot_hadamard"}},
+        ["rotation_config", "not rotated", _INSTEAD],
+    ),
+    "AutoRound's of inputs rotated by SpinQuant": (
+        _AUTO_ROUND | {"spinquant_config": {"r1": True}},
+        ["spinquant_config", "not rotated", _INSTEAD],
+    ),
     "AutoRound's FP8": (
         _AUTO_ROUND | {"packing_format": "auto_round:fp8_static"},
         ["packing_format", "fp8_static", "auto_round:auto_awq"],
