@@ -87,6 +87,14 @@ def test_a_configuration_of_the_hub_is_read(name: str, tmp_path: Path) -> None:
     assert (ours.layers[1].down.scales is None) == is_made_matrix
 
 
+def test_groups_of_mxfp8_are_no_groups_of_inputs(tmp_path: Path) -> None:
+    """Kernels round inputs in groups of 128, or a row at a time, so here not at all."""
+    folder, _ = _folder(tmp_path, HUB["Qwen3-8B-MXFP8"])
+    quantization = load_spec(folder).quantization
+    assert quantization is not None
+    assert not quantization.quantizes_activations
+
+
 def test_ranks_share_scales_that_have_no_last_dimension(tmp_path: Path) -> None:
     folder, stands_for = _folder(tmp_path, HUB["FP8 an output, by ModelOpt"])
     for index in range(2):
