@@ -129,13 +129,15 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    exchanges = config.workers.expert_exchange_min_tokens is not None
-    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap and exchanges:
-        return (
-            "execution.enable_two_batch_overlap: with workers.expert_exchange_min_tokens steps of"
-            " two batches keep no states of inner layers for speculation.drafter eagle3; set it to"
-            " false, leave that out, or set another drafter"
-        )
+    workers, overlaps = config.workers, config.execution.enable_two_batch_overlap
+    for key in ("expert_exchange_min_tokens", "sequence_parallel_min_tokens"):
+        shares = isinstance(getattr(workers, key), int)
+        if asked.drafter == "eagle3" and overlaps and shares:
+            return (
+                f"execution.enable_two_batch_overlap: with workers.{key} steps of two batches keep"
+                " no states of inner layers for speculation.drafter eagle3; set it to false, leave"
+                " that out, or set another drafter"
+            )
     if config.model.attention.mask is not None:
         return (
             f"speculation.drafter: {asked.drafter} with model.attention.mask is not supported,"
@@ -247,6 +249,16 @@ def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
         return (
             "workers.expert_exchange_min_tokens: with model.deterministic the order of sums would"
             " depend on the number of a step's tokens; leave it out, or set deterministic to false"
+        )
+    if isinstance(workers.sequence_parallel_min_tokens, int) and workers.expert_parallel:
+        return (
+            "workers.sequence_parallel_min_tokens: it is for models without experts; with"
+            " expert_parallel set expert_exchange_min_tokens"
+        )
+    if isinstance(workers.sequence_parallel_min_tokens, int) and num_ranks == 1:
+        return (
+            "workers.sequence_parallel_min_tokens: one rank has nothing to share; set"
+            " workers.tensor_parallel_size above 1, or leave it out"
         )
     return _dp_attention_contradiction(config) if workers.enable_dp_attention else None
 

@@ -216,9 +216,14 @@ class Scheduler:
         drafts = yield from self._plan_drafts(decodes, budget, grown)
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work, drafts)
 
-    def index_joined(self) -> None:
-        """Add the blocks of joined requests to the prefix index; call it while a step computes."""
+    def catch_up(self) -> None:
+        """Do what a commit left over, so that its tokens did not wait; call it as steps compute.
+
+        Adds the blocks of joined requests to the prefix index, and fits the cost model if it is
+        time.
+        """
         self._blocks.flush_deferred_index()
+        self._prompts.model.fit_if_due()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
@@ -575,7 +580,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a running request's row and blocks and queue it."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
-        self.index_joined()  # if it joined just now, its blocks must be found again
+        # If it joined just now, its blocks must be found again.
+        self._blocks.flush_deferred_index()
         self._unseat(request)
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))

@@ -171,6 +171,15 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.expert_exchange_min_tokens", "model.deterministic", "leave it out"],
         ),
         (
+            "workers: {sequence_parallel_min_tokens: 64}",
+            ["workers.sequence_parallel_min_tokens", "one rank", "tensor_parallel_size above 1"],
+        ),
+        (
+            "workers: {sequence_parallel_min_tokens: 64, tensor_parallel_size: 2,"
+            " expert_parallel: true}",
+            ["workers.sequence_parallel_min_tokens", "without experts", "expert_exchange_min"],
+        ),
+        (
             "workers: {enable_dp_attention: true, tensor_parallel_size: 2}",
             ["workers.enable_dp_attention", "whole experts", "expert_parallel to true"],
         ),

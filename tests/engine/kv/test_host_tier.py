@@ -392,6 +392,27 @@ def test_loads_take_turns(world: World, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(loaded, world.store.gather(range(20)))
 
 
+def test_a_load_that_was_given_up_is_no_longer_waited_for(world: World) -> None:
+    world.save(range(4))
+    world.settle()
+    is_held, goes_on = Event(), Event()
+
+    def hold() -> None:
+        is_held.set()
+        assert goes_on.wait(30)
+
+    world.mover.before_piece = hold
+    blocks = world.tier.find([name_of(number) for number in range(4)])
+    alone_s = world.tier.load_seconds(blocks)
+    load = world.tier.load(blocks, range(20, 24))
+    assert is_held.wait(30)
+    assert world.tier.load_seconds(blocks) > alone_s
+    load.cancel()
+    assert world.tier.load_seconds(blocks) == alone_s
+    goes_on.set()
+    world.settle()
+
+
 def test_what_was_slow_is_hoped_to_be_faster_from_second_to_second() -> None:
     """What is too slow to be tried is not measured; a host that was busy may be idle by now."""
     clock = ManualClock()
