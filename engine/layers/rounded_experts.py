@@ -58,7 +58,8 @@ class RoundedFp8:
         up, down, dtype = self._gate_up, self._down, x.dtype
         blocks = align(routes.ids, down.shape[0], choose_tile(up).block_m)
         inner = rounded_gate_up(code_tokens(x, input_form(up)), up, routes, blocks, dtype)
-        return rounded_down(code_tokens(inner, input_form(down)), down, routes, blocks, dtype)
+        lines = code_tokens(inner, input_form(down), blocks=blocks)
+        return rounded_down(lines, down, routes, blocks, dtype)
 
 
 class RoundedInt4:

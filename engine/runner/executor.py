@@ -165,6 +165,16 @@ class Executor:
         )
 
     @property
+    def min_exchanged_tokens(self) -> int | None:
+        """As of `ExecutorOptions`; may be set between steps, on all ranks alike, for those that
+        replay no graph."""
+        return self._passes.min_exchanged_tokens
+
+    @min_exchanged_tokens.setter
+    def min_exchanged_tokens(self, num_tokens: int | None) -> None:
+        self._passes.min_exchanged_tokens = num_tokens
+
+    @property
     def may_split(self) -> bool:
         """Whether a step may be computed as two batches."""
         return self._passes.two_batches is not None
@@ -537,7 +547,7 @@ def _check_options(options: ExecutorOptions, model: CausalLM, layout: KvLayout) 
     is_fp8 = layout.dtype == "fp8_e4m3"
     assert is_fp8 or options.kv_scales is None, f"scales for {layout}"
     can_exchange = model.can_exchange or options.min_exchanged_tokens is None
-    assert can_exchange, "the model's ranks have no whole experts"
+    assert can_exchange, "the model's ranks cannot have shares of the tokens"
 
 
 def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:

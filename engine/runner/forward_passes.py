@@ -51,7 +51,8 @@ class ForwardPasses:
         self._comm = comm
         self._dp = dp
         self._kv_scales = options.kv_scales
-        self._min_exchanged = options.min_exchanged_tokens
+        # As of `ExecutorOptions`. Another one counts from the next step on, on all ranks alike.
+        self.min_exchanged_tokens = options.min_exchanged_tokens
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
 
     def forward(
@@ -124,7 +125,8 @@ class ForwardPasses:
 
     def exchanges(self, num_tokens: int) -> bool:
         """Whether ranks share out the tokens of a step of so many."""
-        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
+        least = self.min_exchanged_tokens
+        return least is not None and num_tokens >= least
 
     def _split(self, batch: InputBatch) -> BatchSplit | None:
         return None if self.two_batches is None else self.two_batches.split(batch)

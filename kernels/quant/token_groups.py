@@ -1,7 +1,8 @@
 """Inputs of a product coded in e4m3, by formulas of coded_tokens.py.
 
 x may be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that
-codes are those of `kernels.silu_mul`'s result. Torch twin: `kernels.quant.coded_tokens.reference`.
+codes are those of `kernels.silu_mul`'s result. Lines of experts' blocks that have no route are
+neither read nor written. Torch twin: `kernels.quant.coded_tokens.reference`.
 
 The first of two pieces is rounded in its bits and not read back from its code: ptxas 12.8 lets that
 conversion read another register where it merges codes in pairs.
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.instructions import knows_e4m3
+from kernels.moe.align import Blocks
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import (
     LEAST_FIRST,
@@ -101,6 +103,8 @@ def wide_pieces(x):  # noqa: ANN201
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_groups_kernel(
     x_ptr,  # [T, K], row stride `row_stride`; if IS_GATED [T, 2 K], gate's columns first
+    routes_ptr,  # int32 [T] if BLOCK_M
+    experts_ptr,  # int32 [T / BLOCK_M] if BLOCK_M
     codes_ptr,  # [PIECES, T, K] e4m3
     scales_ptr,  # [groups, num_tokens] fp32
     num_tokens,
@@ -111,6 +115,7 @@ def _token_groups_kernel(
     BLOCK: tl.constexpr,  # columns of a group, a power of two
     PIECES: tl.constexpr,
     IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # lines of a block of routes; 0 = every line is coded
     KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -119,6 +124,12 @@ def _token_groups_kernel(
         tl.extra.cuda.gdc_wait()
     num_groups: tl.constexpr = (K + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
+    if BLOCK_M > 0:
+        # Routes of a block without expert are anything.
+        expert = tl.load(experts_ptr + token // BLOCK_M)
+        route = tl.load(routes_ptr + token)
+        if (expert < 0) | (route < 0):
+            return
     groups = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     inside = tl.arange(0, BLOCK)
     columns = groups[:, None] * GROUP + inside[None, :]
@@ -146,9 +157,15 @@ def quantize_tokens(x: Tensor, group: int, *, gated: bool = False) -> tuple[Tens
     return coded.codes[0], coded.scales
 
 
-def code_tokens(x: Tensor, form: InputForm, *, gated: bool = False) -> CodedTokens:
-    """x, gated, and the group of the form: as of `quantize_tokens`."""
+def code_tokens(
+    x: Tensor, form: InputForm, *, gated: bool = False, blocks: Blocks | None = None
+) -> CodedTokens:
+    """x, gated, and the group of the form: as of `quantize_tokens`.
+
+    blocks: whose lines x has; of those without a route the result is anything. None = all have one.
+    """
     num_tokens, num_columns = x.shape
+    assert blocks is None or blocks.routes.numel() == num_tokens, f"{num_tokens} lines"
     group = form.group
     if gated:
         assert num_columns % 2 == 0, f"{num_columns} columns are no two halves"
@@ -164,6 +181,8 @@ def code_tokens(x: Tensor, form: InputForm, *, gated: bool = False) -> CodedToke
     use_pdl = pdl_supported(x.device)
     _token_groups_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
         x,
+        None if blocks is None else blocks.routes,
+        None if blocks is None else blocks.experts,
         coded.codes,
         coded.scales,
         num_tokens,
@@ -174,6 +193,7 @@ def code_tokens(x: Tensor, form: InputForm, *, gated: bool = False) -> CodedToke
         BLOCK=block,
         PIECES=form.pieces,
         IS_GATED=gated,
+        BLOCK_M=0 if blocks is None else blocks.routes.shape[1],
         KNOWS_E4M3=knows_e4m3(x.device),
         USE_PDL=use_pdl,
         num_warps=max(_NUM_WARPS, min(16, block * block_groups // 512)),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.moe.align import align
+from kernels.moe.align import Blocks, align
 from kernels.moe.coded import CodedExperts
 from kernels.moe.grouped import by_block
 from kernels.moe.rounded import (
@@ -19,7 +19,7 @@ from kernels.moe.rounded import (
     rounded_gate_up,
 )
 from kernels.moe.tiles import Tile
-from kernels.quant.coded_tokens import CodedTokens
+from kernels.quant.coded_tokens import CodedTokens, InputForm, empty_coded
 from kernels.quant.token_groups import code_tokens
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import drawn, run_interpreted
@@ -81,7 +81,7 @@ def _check_products(
     on_units = device.type == "cuda" and form == "rows"
     allowed = torch.bfloat16 if on_units else dtype
     assert_near(ours[is_line], lines[is_line], allowed)
-    coded = code_tokens(by_block(exact.to(dtype), blocks), input_form(down))
+    coded = code_tokens(by_block(exact.to(dtype), blocks), input_form(down), blocks=blocks)
     outputs = rounded_down(coded, down, routes, blocks, dtype, tile=tile)
     places = torch.full((routes.ids.numel(),), 0, device=device)
     places[blocks.routes.flatten()[is_line].long()] = is_line.nonzero().flatten()
@@ -98,9 +98,37 @@ def check_products() -> None:
     _check_products(cut, 7, (5, 3, 176, 48), wide, CPU, torch.float16)
 
 
+def check_lines_without_a_route() -> None:
+    """They are neither read nor written, of silu(gate) * up too, in groups and in whole rows."""
+    from kernels.quant import token_groups
+
+    blocks = Blocks(
+        routes=torch.tensor([[3, -1], [0, 1], [2, -1]], dtype=torch.int32),
+        experts=torch.tensor([0, -1, 2], dtype=torch.int32),  # the second block is not used
+    )
+    used, untouched = torch.tensor([0, 4]), torch.tensor([1, 2, 3, 5])
+
+    def full_of_sevens(*args: Any) -> CodedTokens:
+        coded = empty_coded(*args)
+        return replace(coded, codes=coded.codes.fill_(7.0), scales=coded.scales.fill_(7.0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_groups, "empty_coded", full_of_sevens)
+        for group, gated in ((64, False), (192, True)):
+            x = random_tensor(6, 192 * (1 + gated), dtype=torch.float16, device="cpu", scale=3.0)
+            form = InputForm(pieces=1, group=group)
+            every = code_tokens(x, form, gated=gated)
+            ours = code_tokens(x, form, gated=gated, blocks=blocks)
+            assert torch.equal(ours.codes[:, used].float(), every.codes[:, used].float())
+            assert torch.equal(ours.scales[:, used], every.scales[:, used])
+            assert (ours.codes[:, untouched].float() == 7.0).all()
+            assert (ours.scales[:, untouched] == 7.0).all()
+
+
 @pytest.mark.slow
-def test_interpreted_products_are_their_formula() -> None:
-    run_interpreted(f"{MODULE}:check_products")
+@pytest.mark.parametrize("check", ["check_products", "check_lines_without_a_route"])
+def test_interpreted_kernels_are_their_formula(check: str) -> None:
+    run_interpreted(f"{MODULE}:{check}")
 
 
 # ---- compiled for GPUs that are not here ---------------------------------------------------------
@@ -110,8 +138,8 @@ def test_interpreted_products_are_their_formula() -> None:
 @pytest.mark.parametrize("form", ["tiles", "rows"])
 def test_products_multiply_e4m3_on_hopper_within_the_shared_memory(form: str) -> None:
     from kernels.moe import rounded
-    from kernels.moe.align import Blocks
     from kernels.moe.routes import Routes
+    from kernels.quant import token_groups
     from tests.kernels.cross_compile import compiled_for
 
     device = gpu("H200")
@@ -130,6 +158,9 @@ def test_products_multiply_e4m3_on_hopper_within_the_shared_memory(form: str) ->
         )
         for num_lines in (8, 16 * block_m)
     ]
+    inner = torch.empty(16 * block_m, 256, dtype=torch.bfloat16)
+    with compiled_for(device, token_groups):
+        code_tokens(inner, input_form(weight), blocks=blocks)
     kept: list[Any] = []
     with compiled_for(device, rounded, kept=kept) as found:
         rounded_gate_up(coded[0], weight, routes, blocks, torch.bfloat16)
