@@ -32,7 +32,7 @@ from enum import Enum
 
 from engine.errors import ConfigError
 from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
-from engine.models.quantization import (
+from engine.models.quantization.scheme import (
     BITS_AND_BYTES_GROUP,
     FP4_PACKINGS,
     FP8_PACKINGS,
