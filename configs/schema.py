@@ -160,8 +160,8 @@ class LapsConfig(_Section, frozen=True):
 
     # -- in space: which prefill worker a prompt goes to
     enable_laps_alloc: bool = False  # prefill workers form a short and a long pool
-    # As laps_length_threshold, for the choice of a worker. With another number, a prompt that goes to
-    # the pool of short ones may be long in that worker's queue.
+    # As laps_length_threshold, for the choice of a worker. With another number, a prompt that goes
+    # to the pool of short ones may be long in that worker's queue.
     laps_alloc_threshold: Positive = 256
     laps_rebalance_interval_s: Seconds = 5.0  # the pools are looked at, and change, this often
     # A pool takes a worker over when its load exceeds the other's by this factor.
