@@ -72,7 +72,7 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
             return _awq(tensors)
         case Packing.GPTQ:
             return _gptq(quantization, tensors)
-        case _:
+        case Packing.MXFP4 | Packing.QUARK_MXFP4 | Packing.NVFP4 | Packing.MODELOPT_NVFP4:
             return _fp4(quantization, tensors)
 
 
