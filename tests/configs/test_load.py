@@ -96,7 +96,8 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("cahce: {}", ["cahce", "unknown key", "cache"]),
+        ("cahce: {}", ["cahce: unknown key; is cache meant?; allowed: ", "scheduler"]),
+        ("zebra: {}", ["zebra: unknown key; allowed: "]),
         ("cache: {blocks: 3}", ["cache.blocks", "unknown key", "num_blocks"]),
         ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),

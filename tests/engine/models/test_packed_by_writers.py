@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.layers.quantized_weight import dequantize
 from engine.models.config_file import ConfigFile
 from engine.models.llama_weights import StackedTensor
-from engine.models.quantization_config import read_quantization
-from engine.models.quantized_loading import DecodedStack, QuantizedStack
-from engine.models.quantized_tensors import NeededTensor, published_tensors
+from engine.models.quantization.config import read_quantization
+from engine.models.quantization.loading import DecodedStack, QuantizedStack
+from engine.models.quantization.published_tensors import NeededTensor, published_tensors
 from engine.ranks.rank import WHOLE_MODEL
 from tests.engine.models.writers import NUM_INPUTS, NUM_OUTPUTS, source
 

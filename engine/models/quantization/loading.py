@@ -19,15 +19,15 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales
 from engine.models.llama_weights import StackedTensor
-from engine.models.quantization import (
+from engine.models.quantization.published_numbers import Numbers, read_numbers
+from engine.models.quantization.published_tensors import Axis, Portion, published_tensors
+from engine.models.quantization.scheme import (
     FP4_PACKINGS,
     FP8_PACKINGS,
     MXFP4_PACKINGS,
     Packing,
     Quantization,
 )
-from engine.models.quantized_formats import Numbers, read_numbers
-from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from engine.ranks.rank import Rank
 from kernels.quant.int4 import pack_int4
 from kernels.quant.sizes import choose_half

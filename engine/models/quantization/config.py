@@ -15,7 +15,7 @@ Formats, by `quant_method` (sources: the configurations that the named packages 
                         FP8_PER_CHANNEL_PER_TOKEN (an output), MXFP8, NVFP4 and W4A16_NVFP4
     quark               AMD's Quark: FP8 a tensor or output, MXFP4
     bitsandbytes        4 bits, nf4 and fp4, with scales in fp32 or quantised (unsloth's)
-    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_files`)
+    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_experts`)
 
 Weights of integers and of 4 bits of float are published for activations of few bits too; here
 activations are as they are, which is more accurate.
@@ -30,9 +30,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from engine.models.compressed_tensors import is_of_attention, read_compressed
 from engine.models.config_file import ConfigFile
-from engine.models.quantization import (
+from engine.models.quantization.compressed_tensors import is_of_attention, read_compressed
+from engine.models.quantization.config_keys import (
+    INT_BITS,
+    KINDS,
+    MXFP8_GROUP,
+    WAY_OUT,
+    names_of,
+    require,
+)
+from engine.models.quantization.scheme import (
     BITS_AND_BYTES_GROUP,
     HEAD_MODULE,
     MXFP4_GROUP,
@@ -41,14 +49,6 @@ from engine.models.quantization import (
     Packing,
     Quantization,
     compiled_entries,
-)
-from engine.models.quantization_keys import (
-    INT_BITS,
-    KINDS,
-    MXFP8_GROUP,
-    WAY_OUT,
-    names_of,
-    require,
 )
 
 SECTIONS = ("quantization_config", "compression_config")
