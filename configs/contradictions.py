@@ -60,6 +60,8 @@ def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
     if cache.disk_path is not None and cache.host_gib == 0:
         return f"cache.disk_path: {cache.disk_path} needs the host tier; set cache.host_gib"
+    if cache.host_answers and (why := _answers_contradiction(config)) is not None:
+        return f"cache.host_answers: {why}, or this to false"
     if cache.host_gib > 0 and not cache.enable_prefix_caching:
         return (
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
@@ -75,6 +77,17 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"model.max_model_len: {asked} tokens, but cache.num_blocks x cache.block_size holds"
             f" {capacity}; lower the first or raise cache.num_blocks"
         )
+    return None
+
+
+def _answers_contradiction(config: AppConfig) -> str | None:
+    """What to set instead."""
+    if config.cache.host_gib == 0:
+        return "there is no host tier; set cache.host_gib"
+    if config.workers.decode == 0:
+        return "there are no decode workers; set workers.decode"
+    if max(config.workers.num_ranks.values()) > 1:
+        return "only workers of one rank store answers; set workers.*tensor_parallel_size to 1"
     return None
 
 
@@ -112,13 +125,15 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
 def _drafting_model_contradiction(config: AppConfig) -> str | None:
     """Of drafters that compute."""
     asked = config.speculation
-    exchanges = config.workers.expert_exchange_min_tokens is not None
-    if asked.drafter == "eagle3" and config.execution.enable_two_batch_overlap and exchanges:
-        return (
-            "execution.enable_two_batch_overlap: with workers.expert_exchange_min_tokens steps of"
-            " two batches keep no states of inner layers for speculation.drafter eagle3; set it to"
-            " false, leave that out, or set another drafter"
-        )
+    workers, overlaps = config.workers, config.execution.enable_two_batch_overlap
+    for key in ("expert_exchange_min_tokens", "sequence_parallel_min_tokens"):
+        shares = isinstance(getattr(workers, key), int)
+        if asked.drafter == "eagle3" and overlaps and shares:
+            return (
+                f"execution.enable_two_batch_overlap: with workers.{key} steps of two batches keep"
+                " no states of inner layers for speculation.drafter eagle3; set it to false, leave"
+                " that out, or set another drafter"
+            )
     if config.model.attention.mask is not None:
         return (
             f"speculation.drafter: {asked.drafter} with model.attention.mask is not supported,"
@@ -230,6 +245,16 @@ def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
         return (
             "workers.expert_exchange_min_tokens: with model.deterministic the order of sums would"
             " depend on the number of a step's tokens; leave it out, or set deterministic to false"
+        )
+    if isinstance(workers.sequence_parallel_min_tokens, int) and workers.expert_parallel:
+        return (
+            "workers.sequence_parallel_min_tokens: it is for models without experts; with"
+            " expert_parallel set expert_exchange_min_tokens"
+        )
+    if isinstance(workers.sequence_parallel_min_tokens, int) and num_ranks == 1:
+        return (
+            "workers.sequence_parallel_min_tokens: one rank has nothing to share; set"
+            " workers.tensor_parallel_size above 1, or leave it out"
         )
     return _dp_attention_contradiction(config) if workers.enable_dp_attention else None
 

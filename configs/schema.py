@@ -80,6 +80,9 @@ class CacheConfig(_Section, frozen=True):
     # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
     # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
     host_gib: Annotated[float, Meta(ge=0)] = 0.0
+    # What decode workers compute goes to the host tier, too, as soon as an answer has ended: a
+    # prefill worker of the same machine loads it for the conversation's next prompt.
+    host_answers: bool = False
     # Folder on each machine for blocks of the host tier, which its workers share and which outlives
     # them; made for this user alone. None = none.
     disk_path: str | None = None
@@ -299,6 +302,11 @@ class WorkersConfig(_Section, frozen=True):
     # Where such tokens go: all_gather = all of them to all ranks, in steps that replay a graph too;
     # all_to_all = each to the ranks of its experts, for which the host waits in every layer.
     expert_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
+    # Of a model without experts: in steps of at least so many tokens each rank goes on with its
+    # share of them between a sum and the product after it, so that residual and norm are computed
+    # once instead of on every rank. None = in no step; auto = where that was measured to be faster
+    # (kernels/comm/limits.py), and never for a mixture or with two batches at once.
+    sequence_parallel_min_tokens: Positive | Auto | None = None
     # With whole experts, each rank has requests of its own, with their whole KV, and all of the
     # model but the experts of others. So ranks add room for KV, of which latent attention otherwise
     # keeps all on every rank. Limits of the scheduler and of the cache are then each rank's.

@@ -175,12 +175,7 @@ def _build_measured_executor(
         comm=comm,
         kv_scales=folder.kv_scales,
     )
-    wants_graphs = config.speculation.max_graph_tokens == "auto" and sizes.max_verify_tokens > 0
-    if wants_graphs and not builder.verify_token_sizes:
-        logger.info(
-            "steps with drafts replay no graphs of their own: execution.cuda_graphs is off, or what"
-            " verifies cannot be captured (speculation.attention_backend, model.attention)"
-        )
+    if not builder.verify_token_sizes:
         sizes = sizes.without_verification()
     head = build_head(config, folder.spec, builder, comm)
     executor = builder.build_executor()
@@ -245,7 +240,7 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: OwnTier) -> Bloc
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
-        on_evict=None if host_tier is None else host_tier.save,
+        on_evict=host_tier.save if host_tier and host_tier.stores == "evicted" else None,
     )
 
 

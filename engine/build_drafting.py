@@ -305,6 +305,7 @@ def _drafting_builder(
             expert_parallel=False,
             enable_dp_attention=False,
             expert_exchange_min_tokens=None,
+            sequence_parallel_min_tokens=None,
         )
         replaced = msgspec.structs.replace(replaced, workers=workers)
     kv_scales = load_scales(replaced, spec)

@@ -58,7 +58,7 @@ def staged_blocks(config: AppConfig, role: Role, layout: KvLayout, gpu_bytes: in
 
 
 def _has_tier(config: AppConfig, role: Role) -> bool:
-    return config.cache.host_gib > 0 and role != "decode"
+    return config.cache.host_gib > 0 and (role != "decode" or config.cache.host_answers)
 
 
 def build_below_device(
@@ -74,8 +74,9 @@ def build_below_device(
     if there is no room for the arena, or on the GPU, or the arena is another model's, and
     WorkerError if another rank could not take part.
 
-    A decode worker has none: its reservations look for blocks on the device only, and what arrives
-    is written by streams and processes that wait for steps, but not for copies of evicted blocks.
+    With `cache.host_answers` a decode worker has one, too, for the blocks of its answers: the rest
+    came from a worker that stores it. Several ranks of it could not: what arrives is written to
+    their blocks by streams that wait for steps, but not for copies to the arena.
     """
     if not _has_tier(config, role):
         return BelowDevice()
@@ -103,7 +104,13 @@ def build_below_device(
         raise
     logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
     is_staged = store.device.type == "cuda"
-    tier = HostTier(arena, mover, disk, num_staged=num_staged if is_staged else None)
+    tier = HostTier(
+        arena,
+        mover,
+        disk,
+        num_staged=num_staged if is_staged else None,
+        stores="answers" if role == "decode" else "evicted",
+    )
     return BelowDevice(tier=tier, parts=parts)
 
 

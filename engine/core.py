@@ -164,7 +164,7 @@ class StepScheduler(Protocol):
     @property
     def newest_step_s(self) -> float: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
-    def index_joined(self) -> None: ...
+    def catch_up(self) -> None: ...
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput: ...
     def take_expired(self) -> StepOutput: ...
     def queued_work(self) -> QueuedWork: ...
@@ -287,10 +287,12 @@ class EngineCore:
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
-            self.scheduler.index_joined()  # while the device computes
-            launched_s = self._times.end(Phase.LAUNCH)
             if not plan.awaits_tokens:
-                self._count_turn(launched_s - began_s)
+                self._count_turn(self._clock.now_s() - began_s)
+            self.scheduler.catch_up()  # while the device computes
+            self._times.end(Phase.LAUNCH)
+        elif not self._in_flight:
+            self.scheduler.catch_up()  # the device has nothing to do
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

@@ -147,7 +147,10 @@ PRIOR = StepCosts(
 
 
 class CostModel:
-    """Fits `StepCosts` to measured steps. `observe` mutates it; `costs` is always usable."""
+    """Fits `StepCosts` to measured steps; `costs` is always usable.
+
+    `observe` adds a step, and `fit_if_due`, which takes longer, fits to those that were added.
+    """
 
     MIN_SAMPLES = 16  # with fewer, the prior is used
     REFIT_EVERY = 64  # samples, up to NUM_EARLY of them; a fit takes a few milliseconds
@@ -169,6 +172,7 @@ class CostModel:
         self._seconds = np.zeros(num_places)  # 0 = empty place
         self._num_seen = [0] * (2 * len(SEGMENTS))  # by kind of step
         self._num_samples = 0
+        self._is_fit_due = False
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Add the sample of a step that ran alone on the device for `seconds`.
@@ -185,23 +189,29 @@ class CostModel:
         self._features[place] = _features(work)
         self._seconds[place] = seconds
         self._num_samples += 1
-        if self._is_refit_due():
-            self._refit()
+        self._is_fit_due |= self._ends_interval()
+
+    def fit_if_due(self) -> None:
+        """Fit, if there are enough new samples; call it when nobody waits for a step's tokens."""
+        if self._is_fit_due:
+            self._fit()
 
     def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None:
         """Add samples of before the first request, and fit the model to them at once."""
         for work, seconds in samples:
             self.observe(work, seconds)
         if self._num_samples > 0:
-            self._refit()
+            self._fit()
 
-    def _is_refit_due(self) -> bool:
+    def _ends_interval(self) -> bool:
+        """Whether the newest sample is the one after which a fit is due."""
         is_early = self._num_samples <= self.NUM_EARLY
         every = self.REFIT_EVERY if is_early else self.LATE_REFIT_EVERY
         return self._num_samples == self.MIN_SAMPLES or self._num_samples % every == 0
 
-    def _refit(self) -> None:
+    def _fit(self) -> None:
         """Reweighted non-negative least squares of relative errors, in units of the prior."""
+        self._is_fit_due = False
         is_kept = self._seconds > 0.0
         features, seconds = self._features[is_kept], self._seconds[is_kept]
         prior = self._prior * np.median(seconds / (features @ self._prior))

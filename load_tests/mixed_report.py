@@ -104,6 +104,12 @@ class Point:
         return sum(one.num_tokens for one in self.served) / seconds
 
     @property
+    def prompt_tokens_per_s(self) -> float:
+        """Of the arrivals as drawn. Few of them stray by percents from what the rate says."""
+        num_tokens = sum(one.arrival.num_tokens for one in self.served)
+        return num_tokens / sum(run.duration_s for run in self.runs)
+
+    @property
     def is_growing(self) -> bool:
         """Whether the backlog grew while requests arrived, over all runs."""
         early, late = (sum(parts) for parts in zip(*(r.quarters for r in self.runs), strict=True))
@@ -125,6 +131,7 @@ class Point:
             "rate": self.rate,
             "requests": len(self.served),
             **self.numbers,
+            "prompt_tokens_per_s": round(self.prompt_tokens_per_s, 1),
             "output_tokens_per_s": round(self.output_tokens_per_s, 1),
             "backlog": self.backlog,
             "is_growing": self.is_growing,

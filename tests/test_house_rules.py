@@ -503,6 +503,7 @@ def test_the_architecture_page_has_a_line_for_every_room() -> None:
 # ---- what the pages name -------------------------------------------------------------------------
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LAB = ROOT / "load_tests" / "lab"
 RECORDS = tuple(sorted((ROOT / "load_tests" / "results").glob("*.md")))
 README_LINES = 200
 PAGE_WIDTH = 120
@@ -575,6 +576,16 @@ def test_a_page_names_files_links_and_commands_that_exist(path: Path) -> None:
 def test_the_links_and_commands_of_a_record_exist(path: Path) -> None:
     assert links_that_lead_nowhere(path.read_text(), path.parent) == []
     assert commands_that_do_not_exist(path.read_text()) == []
+
+
+def test_the_page_of_the_lab_has_every_module_and_shows_as_commands_what_runs() -> None:
+    page = (LAB / "README.md").read_text()
+    modules = {path.stem: path.read_text() for path in LAB.glob("*.py") if path.stem != "__init__"}
+    assert set(re.findall(r"`(\w+)`", page)) == set(modules) | {"auto"}
+    assert links_that_lead_nowhere(page, LAB) == []
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    commands = re.findall(r"`(\w+)`", " ".join(rows))
+    assert [name for name in commands if "__main__" not in modules[name]] == []
 
 
 def test_a_page_that_names_what_is_not_there_is_noticed() -> None:

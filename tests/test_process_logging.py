@@ -10,8 +10,8 @@ import torch
 from actors.observability.logs import LogLevel, set_up_logging
 from engine.models.registry import build_model
 from engine.runner.inputs import RowCounts
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.two_batches import TwoBatches
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.two_batches import TwoBatches
 from tests.harness.tiny_models import save_model
 
 

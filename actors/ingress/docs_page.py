@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from actors.ingress.openapi import build_openapi
+from actors.ingress.openapi import UNSUPPORTED_FIELD, build_openapi
 from actors.lifecycle.deployment import VERSION
 
 Json = Mapping[str, Any]
@@ -76,11 +76,13 @@ def _structure(name: str, schemas: Json) -> Iterator[str]:
 
 
 def _fields(structure: str, schemas: Json) -> Iterator[str]:
-    """A table of a structure's fields, the required ones first."""
+    """A table of a structure's fields: required ones first, those that are refused last."""
     schema = schemas[structure]
     fields, required = schema.get("properties", {}), schema.get("required", [])
     yield "<table>"
-    for name in sorted(fields, key=lambda name: name not in required):
+    for name in sorted(
+        fields, key=lambda name: (_is_unsupported(fields[name]), name not in required)
+    ):
         shown = f"<code>{escape(name)}</code>"
         bold = f"<b>{shown}</b>" if name in required else shown
         yield f"<tr><td>{bold}</td><td>{_kind(fields[name])}</td></tr>"
@@ -92,8 +94,15 @@ def _name(schema: Json) -> str:
     return str(schema["$ref"].rpartition("/")[2])
 
 
+def _is_unsupported(field: Json) -> bool:
+    return field.get("description") == UNSUPPORTED_FIELD
+
+
 def _kind(field: Json) -> str:
     """The type of a field in words, as HTML."""
+    if _is_unsupported(field):
+        values = " or ".join(str(msgspec.json.encode(value), "utf-8") for value in field["enum"])
+        return escape(f"not supported: refused unless {values}")
     if "$ref" in field:
         name = escape(_name(field))
         return f'<a href="#{name}">{name}</a>'

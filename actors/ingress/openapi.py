@@ -1,6 +1,7 @@
 """The OpenAPI document of this server, its schemas generated from the structs that do the work."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from actors.openai.request_bodies import (
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    unsupported_fields,
 )
 from actors.openai.response_objects import (
     ChatCompletion,
@@ -34,6 +36,7 @@ from actors.openai.response_objects import (
 from actors.openai.responses.bodies import ResponsesBody
 from actors.openai.responses.objects import ResponseObject
 
+UNSUPPORTED_FIELD = "Not supported."  # the description of fields that are refused
 OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as msgspec writes them
 
 Answers = tuple[type[msgspec.Struct], ...]
@@ -43,18 +46,22 @@ ANY: Answers = (ChatCompletion, Completion, EmbeddingList, *SCORES, RerankAnswer
 # Path -> (what it is for, body, answers that are no stream: one of these).
 POSTS: Mapping[str, tuple[str, type[msgspec.Struct], Answers]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatBody, (ChatCompletion,)),
-    "/v1/chat/completions/batch": ("Answer several", ChatBatchBody, (ChatCompletion,)),
+    "/v1/chat/completions/batch": (
+        "Answer several conversations",
+        ChatBatchBody,
+        (ChatCompletion,),
+    ),
     "/v1/completions": ("Continue a text", CompletionBody, (Completion,)),
     "/v1/responses": ("Answer a conversation, as items", ResponsesBody, (ResponseObject,)),
     "/v1/messages": ("Answer a conversation, as Anthropic has it", MessagesBody, (MessageObject,)),
-    "/v1/messages/count_tokens": ("Tokens of such a conversation", CountBody, (TokenCount,)),
+    "/v1/messages/count_tokens": ("Count the tokens of a conversation", CountBody, (TokenCount,)),
     "/v1/embeddings": ("Vectors of prompts", EmbeddingBody, (EmbeddingList,)),
-    "/invocations": ("Any of these, told by its fields", Invocation, ANY),
-    "/v1/score": ("How likely labels are behind prompts", ScoreBody, SCORES),
-    "/score": ("The same; of pairs of texts, how relevant one is", ScoreBody, SCORES),
+    "/invocations": ("Any of the above, told by its fields", Invocation, ANY),
+    "/v1/score": ("How likely labels are, or how relevant texts", ScoreBody, SCORES),
+    "/score": ("As /v1/score", ScoreBody, SCORES),
     "/v1/rerank": ("Documents by their relevance", RerankBody, (RerankAnswer,)),
-    "/v2/rerank": ("The same", RerankBody, (RerankAnswer,)),
-    "/rerank": ("The same", RerankBody, (RerankAnswer,)),
+    "/v2/rerank": ("As /v1/rerank", RerankBody, (RerankAnswer,)),
+    "/rerank": ("As /v1/rerank", RerankBody, (RerankAnswer,)),
     "/tokenize": ("Token ids of a prompt", TokenizeBody, (TokenizeAnswer,)),
     "/detokenize": ("The text of token ids", DetokenizeBody, (DetokenizeAnswer,)),
 }
@@ -62,17 +69,17 @@ STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mes
 GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
     "/": ("Talk to the model, as a page", None),
     "/v1/models": ("The names that are served", ModelList),
-    "/v1/models/{name}": ("One of them", ModelCard),
+    "/v1/models/{name}": ("One of these names", ModelCard),
     "/v1/responses/{name}": ("A stored response", ResponseObject),
     "/tokenizer_info": ("The tokenizer's configuration", None),
     "/load": ("Requests under way", None),
     "/docs": ("This document, as a page", None),
     "/health": ("This process answers", None),
-    "/ping": ("The same, without a body", None),
+    "/ping": ("As /health, without a body", None),
     "/ready": ("200 when every role can serve, else 503", None),
     "/metrics": ("Prometheus text", None),
     "/laps": ("Length-aware scheduling, as a page", None),
-    "/laps_status": ("The same as JSON", None),
+    "/laps_status": ("Length-aware scheduling, as JSON", None),
     "/version": ("Version and deployment", None),
 }
 
@@ -85,6 +92,7 @@ def build_openapi(title: str, version: str) -> bytes:
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
+    _mark_unsupported(components)
     ref = dict(zip(kinds, schemas, strict=True))
     paths = {path: {"post": _post(path, ref)} for path in POSTS}
     paths |= {path: {"get": _get(path, ref)} for path in GETS}
@@ -99,6 +107,16 @@ def build_openapi(title: str, version: str) -> bytes:
 
 
 Schemas = Mapping[type[msgspec.Struct], dict[str, object]]
+
+
+def _mark_unsupported(components: Mapping[str, dict[str, Any]]) -> None:
+    """Says in the schemas of bodies which fields are refused, but for values without effect."""
+    for _, body, _ in POSTS.values():
+        if body is Invocation:  # read only to find the endpoint, which then refuses
+            continue
+        for name, allowed in unsupported_fields(body).items():
+            schema = {"enum": [None, *allowed], "description": UNSUPPORTED_FIELD}
+            components[body.__name__]["properties"][name] = schema
 
 
 def _post(path: str, ref: Schemas) -> dict[str, object]:

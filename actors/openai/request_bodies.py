@@ -8,6 +8,8 @@ those below "extensions" carry vLLM's names and meanings.
 """
 
 import re
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -427,11 +429,19 @@ _NOUNS = {
 def decode_body(body: bytes, kind: type[Body]) -> Body:
     """The body as a `kind`; raises RequestError (400) naming the field."""
     decoded = decode_fields(body, kind)
-    for name, allowed in UNSUPPORTED.items():
-        value = getattr(decoded, name, None)
-        if isinstance(value, Raw):  # another body may have a field of that name
-            _check_unsupported(name, value, allowed)
+    for name, allowed in unsupported_fields(kind).items():
+        _check_unsupported(name, getattr(decoded, name), allowed)
     return decoded
+
+
+@cache
+def unsupported_fields(kind: type[msgspec.Struct]) -> Mapping[str, tuple[object, ...]]:
+    """The fields that `decode_body` refuses, with the values that it accepts all the same."""
+    return {
+        field.name: UNSUPPORTED[field.name]
+        for field in msgspec.structs.fields(kind)
+        if field.name in UNSUPPORTED and field.type is Raw  # of another type, it is supported
+    }
 
 
 def decode_fields(body: bytes, kind: type[Body]) -> Body:

@@ -30,6 +30,19 @@ class FusedSums(Protocol):
         """
         ...
 
+    def fits_share(self, x: Tensor) -> bool:
+        """As `fits`, of `share_add_norm`."""
+        ...
+
+    def share_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `add_norm` of this rank's rows of the sum (`own_rows`); residual: [P, n], these.
+
+        What it returns at rows that are padding means nothing.
+        """
+        ...
+
 
 class Unsummed(Protocol):
     """What a token's experts have computed, whose sum may go on with the residual and the norm.

@@ -112,12 +112,13 @@ class DecoderLayer:
 
     def _prepare_rows(self, flow: Flow) -> None:
         """`_prepare` from this rank's rows, of which the residual stream stays."""
-        own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
-        x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
+        residual = add_and_norm(flow, self._attention_norm)
+        x = gather_rows(flow.x, len(flow.ctx.slots), flow.ctx.comm)
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.leave(tokens=ProjectedTokens(q=q, k=k, v=v, residual=flow.residual))
+        flow.leave(tokens=ProjectedTokens(q=q, k=k, v=v, residual=residual))
 
     def _gather_and_prepare_last(self, flow: Flow) -> None:
+        settle(flow)
         num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
         assert residual is not None, "the first layer has begun the stream"
         flow.x, flow.residual = (gather_rows(t, num_tokens, comm) for t in (flow.x, residual))

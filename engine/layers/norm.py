@@ -41,6 +41,10 @@ class RmsNorm:
         """As `add` of the sum of `x` over the ranks."""
         return sums.add_norm(x, residual, self._weight, self._eps)
 
+    def add_share(self, x: Tensor, residual: Tensor, sums: FusedSums) -> tuple[Tensor, Tensor]:
+        """As `add` of this rank's rows of that sum, which `residual` has, too."""
+        return sums.share_add_norm(x, residual, self._weight, self._eps)
+
     def add_unsummed(self, x: Unsummed, residual: Tensor) -> tuple[Tensor, Tensor]:
         """As `add` of the sum of `x`."""
         return x.add_norm(residual, self._weight, self._eps)

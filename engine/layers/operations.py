@@ -60,6 +60,8 @@ class Flow:
     coded: CodedTokens | None = None
     # `x` is this rank's part of a sum, which the norm that follows takes (`FusedSums`).
     owes_sum: bool = False
+    # The same, of which this rank takes its rows alone; `residual` has only these.
+    owes_share: bool = False
     # The output of the part before is the sum of this, and not `x`: the norm that follows takes it.
     # On a single rank alone.
     unsummed: Unsummed | None = None

@@ -28,6 +28,9 @@ def settle(flow: Flow) -> None:
     if flow.owes_sum:
         flow.x = flow.ctx.comm.all_reduce(flow.x)
         flow.owes_sum = False
+    if flow.owes_share:
+        flow.x = scatter_rows(flow.x, flow.ctx.comm)
+        flow.owes_share = False
 
 
 def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Tensor:
@@ -39,6 +42,10 @@ def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Te
     if flow.owes_sum and fused is not None and flow.residual is not None:
         flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
         flow.owes_sum = False
+        return flow.residual
+    if flow.owes_share and fused is not None and flow.residual is not None:
+        flow.x, flow.residual = norm.add_share(flow.x, flow.residual, fused)
+        flow.owes_share = False
         return flow.residual
     if flow.unsummed is not None and flow.residual is not None and form is None:
         flow.x, flow.residual = norm.add_unsummed(flow.unsummed, flow.residual)
@@ -54,7 +61,11 @@ def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Te
 
 
 def scatter_flow(flow: Flow) -> None:
-    flow.x = scatter_rows(flow.x, flow.ctx.comm)
+    """This rank's rows of the sum over the ranks: now, or with the norm that follows."""
+    fused = flow.ctx.fused_sums
+    flow.owes_share = True
+    if fused is None or flow.residual is None or not fused.fits_share(flow.x):
+        settle(flow)
 
 
 def gather_flow(flow: Flow) -> None:

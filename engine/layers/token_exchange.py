@@ -10,6 +10,9 @@ layer: `dispatch` cannot be captured in a graph.
 
 Instead, every row may go to every rank (`gather_tokens`), and a reduce-scatter adds the parts. Of
 few ranks nearly every row goes everywhere anyway. All sizes are known, so that can be captured.
+
+A dense layer has no router: all rows are gathered for its feed-forward part, whose sum is
+scattered. What a row is computed from, and in which order, is as without shares.
 """
 
 from dataclasses import dataclass
@@ -47,7 +50,9 @@ def gather_rows(own: Tensor, num_tokens: int, comm: Comm) -> Tensor:
 def scatter_rows(x: Tensor, comm: Comm) -> Tensor:
     """x: [T, ...] of all tokens; returns [P, ...]: this rank's rows of the sum over the ranks."""
     num_padded = comm.rank.size * comm.rank.padded_length(len(x)) - len(x)
-    return comm.reduce_scatter(F.pad(x, (0, 0, 0, num_padded)))
+    if num_padded:  # even a pad of nothing copies `x`
+        x = F.pad(x, (0, 0, 0, num_padded))
+    return comm.reduce_scatter(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -132,7 +132,8 @@ class CausalLM:
     def exchange_operations(self) -> Sequence[tuple[Op, ...]]:
         """`operations` of ranks that share out tokens between attention and attention.
 
-        Only where ranks have whole experts. The last layer has all tokens again, on every rank.
+        Not where ranks have a part of each expert. The last layer has all tokens again, on every
+        rank.
         """
         first, *others = self.layers[:-1]
         operations = (
@@ -161,15 +162,15 @@ class CausalLM:
     def can_exchange(self) -> bool:
         """Whether there are `exchange_operations`."""
         mixture = self.spec.mixture
-        if mixture is None or mixture.held is None or len(self.layers) == 1:
+        if len(self.layers) == 1:
             return False
-        return mixture.may_share_tokens
+        return mixture is None or (mixture.held is not None and mixture.may_share_tokens)
 
     @property
     def can_capture_exchange(self) -> bool:
         """Whether `exchange_operations` may be captured: their sizes do not depend on routes."""
         mixture = self.spec.mixture
-        return self.can_exchange and mixture is not None and mixture.sharing == "gathered"
+        return self.can_exchange and (mixture is None or mixture.sharing == "gathered")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -176,14 +176,30 @@ def _group_size(section: ConfigFile) -> int | None:
     return None if size in (-1, None) else size
 
 
+def _refuse_rotation(section: ConfigFile) -> None:
+    """Raises ConfigError for weights that multiply rotated inputs, which no tensor shows.
+
+    `rotation` is GPTQModel's, a word; the others are AutoRound's, objects.
+    """
+    if section.text("rotation", ""):
+        raise section.error("rotation", f"{section.text('rotation')!r} of inputs is not supported")
+    for key in ("rotation_config", "spinquant_config"):
+        if section.section(key) is not None:
+            raise section.error(key, f"is not supported: inputs are not rotated; {WAY_OUT}")
+
+
 def _awq(section: ConfigFile) -> Quantization:
     require(section, "bits", 4)
+    _refuse_rotation(section)
     written = section.text("format", section.text("checkpoint_format", "gemm"))  # GPTQModel
     version = section.text("version", written).lower()
     if version != "gemm":
         raise section.error("version", f"{version!r} is not supported; supported: gemm")
     if not section.flag("zero_point", True):
         raise section.error("zero_point", "false is not supported")
+    order = section.text("pack_method", "reorder")  # Quark: of the outputs in a word
+    if order != "reorder":
+        raise section.error("pack_method", f"{order!r} is not supported; supported: reorder")
     return Quantization(
         packing=Packing.AWQ,
         tile_rows=1,
@@ -200,8 +216,7 @@ def _gptq(section: ConfigFile) -> Quantization:
         raise section.error(
             "checkpoint_format", f"{checkpoint!r} is not supported; supported: gptq, gptq_v2"
         )
-    if section.text("rotation", ""):
-        raise section.error("rotation", f"{section.text('rotation')!r} of inputs is not supported")
+    _refuse_rotation(section)
     if section.flag("lm_head", False):
         raise section.error(
             HEAD_MODULE, "true is not supported: only layers' maps may be quantised"
@@ -251,6 +266,7 @@ _UNQUANTISED_BITS = 16
 
 def _auto_round(section: ConfigFile) -> Quantization:
     require(section, "bits", *INT_BITS)
+    _refuse_rotation(section)
     kind = section.text("data_type", "int")
     if kind != "int":
         raise section.error("data_type", f"{kind!r} is not supported; supported: int")

@@ -1,6 +1,5 @@
-"""Maps an architecture's name to its builder; the only entry point to a loaded model."""
+"""Loads a model from its folder: what it is, its weights, its layers. The only entry point."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,25 +16,6 @@ from engine.models.weights import load_weights, random_weights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
 from kernels.reference import TorchOps
-
-# All use one builder; the spec holds their differences.
-BUILDERS: dict[str, Callable[..., CausalLM]] = {
-    "LlamaForCausalLM": build_decoder,
-    "MistralForCausalLM": build_decoder,
-    "Qwen2ForCausalLM": build_decoder,
-    "Qwen3ForCausalLM": build_decoder,
-    "MixtralForCausalLM": build_decoder,
-    "Qwen2MoeForCausalLM": build_decoder,
-    "Qwen3MoeForCausalLM": build_decoder,
-    "DeepseekV2ForCausalLM": build_decoder,
-    "DeepseekV3ForCausalLM": build_decoder,
-    "Glm4MoeForCausalLM": build_decoder,
-    "Glm4MoeLiteForCausalLM": build_decoder,
-    "GptOssForCausalLM": build_decoder,
-    "Gemma2ForCausalLM": build_decoder,
-    "Gemma3ForCausalLM": build_decoder,
-    "Gemma3ForConditionalGeneration": build_decoder,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +60,8 @@ def build_model(
         )
     load = random_weights if source.is_random else partial(load_weights, folder)
     weights = load(spec, dtype=dtype, device=device, rank=rank)
-    return BUILDERS[spec.architecture](
+    # One builder for all architectures that `load_spec` knows: the spec holds their differences.
+    return build_decoder(
         spec,
         weights,
         max_model_len=max_model_len or allowed,

@@ -23,9 +23,11 @@ from engine.layers.context import Comm, FusedSums
 from engine.ranks.agreement import BUILD_PATIENCE_S
 from engine.ranks.comm import NcclRanks
 from engine.ranks.rank import Rank
+from kernels.comm.gather_stream import fits_gather_stream, gather_stream
 from kernels.comm.limits import SumLimits, limits_of
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory, fits_norm
+from kernels.comm.share_stream import fits_share_stream, share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, NUM_SLOTS
 from kernels.comm.stream import fits_stream, stream_add_norm
@@ -62,7 +64,7 @@ class PeerRanks:
         self.gather_bytes = others.gather_bytes
         self.others = others
         self.memory = memory
-        self._limits = limits
+        self.limits = limits  # may be set between steps, on all ranks alike
         self._compiled: set[tuple[object, ...]] = set()  # kinds of lines
         self._stream: torch.cuda.Stream | None = None  # of the operation before
 
@@ -80,9 +82,12 @@ class PeerRanks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._follow()
-        if not self._shares(x, x.nbytes * self.rank.size):
-            return self.others.all_gather(x)
-        return gather_shares(x.contiguous(), self.memory)
+        num_bytes = x.nbytes * self.rank.size
+        if self._shares(x, num_bytes):
+            return gather_shares(x.contiguous(), self.memory)
+        if num_bytes <= self.limits.gather_stream and fits_gather_stream(x, self.memory):
+            return gather_stream(x, self.memory)
+        return self.others.all_gather(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self._follow()
@@ -116,6 +121,17 @@ class PeerRanks:
             case way:
                 return sum_add_norm(*given, two_shots=way is _Way.TWO_SHOTS)
 
+    def fits_share(self, x: Tensor) -> bool:
+        is_line = x.is_contiguous() and fits_norm(x)
+        streams = x.nbytes <= self.limits.share_stream and fits_share_stream(x, self.memory)
+        return is_line and streams
+
+    def share_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._follow()
+        return share_stream_add_norm(x, residual.contiguous(), weight, eps, self.memory)
+
     def _compile_norms(self, like: Tensor, weight: Tensor, eps: float) -> None:
         """All ways at the first line of a kind: the next one may be a request's, and late."""
         kind = like.shape[1], like.dtype, weight.dtype, eps
@@ -126,7 +142,7 @@ class PeerRanks:
         given = x, residual, weight, eps, self.memory
         for two_shots in (False, True):
             sum_add_norm(*given, two_shots=two_shots)
-        if self._limits.stream:
+        if self.limits.stream:
             stream_add_norm(*given)
         if fits_packets(x, self.rank.size):
             sum_by_packets_add_norm(*given)
@@ -153,7 +169,7 @@ class PeerRanks:
 
     def describe(self) -> str:
         """For the log."""
-        limits = self._limits
+        limits = self.limits
         measured = "measured" if limits.is_measured else "not measured on this GPU"
         return (
             f"sums of up to {limits.plain / 2**20:g} MiB ({measured}), with a norm of up to"
@@ -163,12 +179,12 @@ class PeerRanks:
 
     def _shares(self, x: Tensor, num_bytes: int) -> bool:
         """num_bytes: of all ranks' shares together."""
-        limit = min(self._limits.shares, self.memory.slot_bytes)
+        limit = min(self.limits.shares, self.memory.slot_bytes)
         return num_bytes <= limit and x.dtype in SUM_DTYPES
 
     def _way(self, x: Tensor, *, has_norm: bool = False) -> _Way | None:
         """Of a sum in packets or shots; None = through NCCL."""
-        limits, size = self._limits, self.rank.size
+        limits, size = self.limits, self.rank.size
         if x.nbytes > (limits.norm if has_norm else limits.plain) or x.dtype not in SUM_DTYPES:
             return None
         if x.nbytes <= limits.packets and fits_packets(x, size):
@@ -181,7 +197,7 @@ class PeerRanks:
     def _way_of_norm(self, x: Tensor) -> _Way | None:
         """Of a sum with residual and norm; None = they are apart."""
         way = self._way(x, has_norm=True)
-        streams = way is None and x.nbytes <= self._limits.stream and fits_stream(x, self.memory)
+        streams = way is None and x.nbytes <= self.limits.stream and fits_stream(x, self.memory)
         return _Way.STREAM if streams else way
 
     def _follow(self) -> None:

@@ -3,6 +3,8 @@
 The sizes themselves are of graph_sizes.py and grid_sizes.py.
 """
 
+import logging
+
 from configs.schema import AppConfig, LapsConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.runner.auto import StepSizes
@@ -15,6 +17,8 @@ from engine.runner.graph_sizes import (
 )
 from engine.runner.grid_sizes import grid_sizes
 from kernels.attention.phased import Phases
+
+logger = logging.getLogger(__name__)
 
 
 def replays_graphs(config: AppConfig, attention: Phases) -> bool:
@@ -62,11 +66,18 @@ def build_prompt_sizes(
 def build_verify_sizes(
     asked: SpeculationConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
 ) -> list[GraphSize]:
-    """The steps with drafts to capture. ConfigError if requested but impossible."""
+    """The steps with drafts to capture. ConfigError if requested but impossible.
+
+    Logs why there are none where `auto` would have had some.
+    """
     if asked.drafter == "none" or sizes.max_verify_tokens == 0:
         return []
     if not (uses_graphs and attention.can_capture_verification):
         if asked.max_graph_tokens == "auto":
+            logger.info(
+                "steps with drafts replay no graphs of their own: execution.cuda_graphs is off, or"
+                " what verifies cannot be captured (speculation.attention_backend, model.attention)"
+            )
             return []
         raise ConfigError(
             "speculation.max_graph_tokens: the backend that verifies cannot be captured; set"

@@ -4,7 +4,7 @@
 
 A decode graph computes one token of each row; a prompt graph any number of each; a verify graph a
 few of each, and the best token after every one. Decode and verify graphs compute one batch or two
-(split_decodes.py). Knows no plan.
+(overlap/split_decodes.py). Knows no plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ from engine.layers.context import Comm, ForwardContext
 from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
+from engine.runner.overlap.split_decodes import MakeContext, SplitDecodes
+from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.shared_stream import SharedExpertStream
-from engine.runner.split_decodes import MakeContext, SplitDecodes
 from engine.runner.step_buffers import StepBuffers, row_tensors
-from engine.runner.two_batches import TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids

@@ -1,7 +1,7 @@
 """DP attention: how all ranks compute one step, which each of them finds from all ranks' plans.
 
     a graph   the same size on all ranks, whole or as two batches
-    else      one batch, or two where that pays: each rank splits its own rows (two_batches.py)
+    else      one batch, or two where that pays: each rank splits its rows (overlap/two_batches.py)
 
 Both say how many rows every rank exchanges, of the step or of each half. A rank that cannot replay
 the others' graph computes as that does: the same exchanges in the same order.
@@ -10,14 +10,14 @@ the others' graph computes as that does: the same exchanges in the same order.
 from dataclasses import dataclass
 
 from engine.layers.row_exchange import RowExchange
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_steps import DpStep, DpSteps
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import InputBatch, count_rows
-from engine.runner.split_decodes import split_of
+from engine.runner.overlap.batch_splits import BatchSplit
+from engine.runner.overlap.split_decodes import split_of
+from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.step_graph_set import StepGraphSet
-from engine.runner.two_batches import TwoBatches
 from kernels.attention.phased import Phases
 
 

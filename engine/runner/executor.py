@@ -31,7 +31,8 @@ from engine.runner.graph_sizes import GraphSize, PromptSizes
 from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
 from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
@@ -49,7 +50,6 @@ from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.step_buffers import StepBuffers
 from engine.runner.step_graph_set import StepGraphSet
-from engine.runner.two_batches import TwoBatches
 from engine.sampling.sampled import RowSampler, SampledTensors
 from engine.speculation.ngram import NgramRules
 from kernels.attention.phased import Phases
@@ -157,12 +157,22 @@ class Executor:
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
 
-        threshold: see `engine.runner.batch_splits`. All ranks of a model get the same.
+        threshold: see `engine.runner.overlap.batch_splits`. All ranks of a model get the same.
         """
         block_size = self.layout.block_size
         self._passes.two_batches = TwoBatches(
             self.model, rule, threshold=threshold, block_size=block_size
         )
+
+    @property
+    def min_exchanged_tokens(self) -> int | None:
+        """As of `ExecutorOptions`; may be set between steps, on all ranks alike, for those that
+        replay no graph."""
+        return self._passes.min_exchanged_tokens
+
+    @min_exchanged_tokens.setter
+    def min_exchanged_tokens(self, num_tokens: int | None) -> None:
+        self._passes.min_exchanged_tokens = num_tokens
 
     @property
     def may_split(self) -> bool:
@@ -537,7 +547,7 @@ def _check_options(options: ExecutorOptions, model: CausalLM, layout: KvLayout) 
     is_fp8 = layout.dtype == "fp8_e4m3"
     assert is_fp8 or options.kv_scales is None, f"scales for {layout}"
     can_exchange = model.can_exchange or options.min_exchanged_tokens is None
-    assert can_exchange, "the model's ranks have no whole experts"
+    assert can_exchange, "the model's ranks cannot have shares of the tokens"
 
 
 def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:

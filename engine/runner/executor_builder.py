@@ -34,8 +34,8 @@ from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.kv_memory import held_again, num_blocks_that_fit
-from engine.runner.overlap_rule import build_rule, layer_costs
-from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
+from engine.runner.overlap.rule import build_rule, layer_costs
+from engine.runner.overlap.trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
@@ -46,6 +46,7 @@ from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.phased import Phases
 from kernels.attention.select import build_attention
 from kernels.attention.select_verify import add_verification
+from kernels.comm.limits import sequence_parallel_tokens
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales
 
@@ -248,15 +249,40 @@ class ExecutorBuilder:
                 "execution.dual_stream_token_threshold: only steps that replay graphs use a second"
                 " stream, and here none does; set it to 0"
             )
-        drafts, exchanged = config.speculation, config.workers.expert_exchange_min_tokens
+        drafts = config.speculation
         return ExecutorOptions(
             sends_blocks=self._sends_blocks,
             kv_scales=self._kv_scales,
             max_drafts=0 if drafts.drafter == "none" else drafts.max_drafts,
-            min_exchanged_tokens=exchanged if self._model.can_exchange else None,
+            min_exchanged_tokens=self._min_exchanged_tokens(),
             sums_in_order=config.model.deterministic,
             second_stream_tokens=second_stream_tokens,
         )
+
+    def _min_exchanged_tokens(self) -> int | None:
+        """As of `ExecutorOptions`. Raises ConfigError for a key that is not for this model."""
+        workers, spec = self._config.workers, self._spec
+        asked = workers.sequence_parallel_min_tokens
+        if isinstance(asked, int) and spec.mixture is not None:
+            raise ConfigError(
+                "workers.sequence_parallel_min_tokens: the model has experts; leave it out, or set"
+                " expert_parallel and expert_exchange_min_tokens"
+            )
+        if spec.mixture is not None:
+            asked = workers.expert_exchange_min_tokens
+        elif asked == "auto":
+            asked = self._auto_sequence_parallel()
+        return asked if self._model.can_exchange and self._comm.rank.size > 1 else None
+
+    def _auto_sequence_parallel(self) -> int | None:
+        num_ranks = self._comm.rank.size
+        if self._device.type == "cpu" or num_ranks == 1 or self._overlaps:
+            return None
+        row_bytes = self._spec.hidden_size * self._dtype.itemsize
+        found = sequence_parallel_tokens(device_properties(self._device).name, num_ranks, row_bytes)
+        if found is not None:
+            logger.info("steps of %d tokens or more are sequence-parallel, as measured", found)
+        return found
 
     def _round_expert_inputs(self) -> None:
         from_tokens = self._config.execution.round_expert_inputs_from

@@ -17,13 +17,13 @@ from engine.kv.store import KvStore
 from engine.layers.context import Comm, ForwardContext, LastTokens
 from engine.layers.row_exchange import RowExchange
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import Meeting
 from engine.runner.dp_steps import DpSteps
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.inputs import InputBatch
 from engine.runner.last_tokens import LastTokenSteps
-from engine.runner.two_batches import BatchPart, TwoBatches
+from engine.runner.overlap.batch_splits import BatchSplit
+from engine.runner.overlap.two_batches import BatchPart, TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import resolve_input_ids
@@ -51,7 +51,8 @@ class ForwardPasses:
         self._comm = comm
         self._dp = dp
         self._kv_scales = options.kv_scales
-        self._min_exchanged = options.min_exchanged_tokens
+        # As of `ExecutorOptions`. Another one counts from the next step on, on all ranks alike.
+        self.min_exchanged_tokens = options.min_exchanged_tokens
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
 
     def forward(
@@ -124,7 +125,8 @@ class ForwardPasses:
 
     def exchanges(self, num_tokens: int) -> bool:
         """Whether ranks share out the tokens of a step of so many."""
-        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
+        least = self.min_exchanged_tokens
+        return least is not None and num_tokens >= least
 
     def _split(self, batch: InputBatch) -> BatchSplit | None:
         return None if self.two_batches is None else self.two_batches.split(batch)

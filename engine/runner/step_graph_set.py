@@ -16,8 +16,8 @@ from engine.runner.captured_steps import CapturedSteps
 from engine.runner.dp_steps import DpStep
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
 from engine.runner.graphs import ExecutorStatistics, PromptStepCounter, Recorder, StepGraphs
+from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.step_buffers import StepBuffers
-from engine.runner.two_batches import TwoBatches
 
 # Tokens of a split graph with drafts, over those of the whole one; more cost what splitting gains.
 _MAX_SPAN_PADDING = 1.25

@@ -130,10 +130,10 @@ class DpScheduler:
         waits = [scheduler.waits_for_held_rows(elsewhere) for scheduler, elsewhere in going_on]
         return bool(waits) and all(waits)
 
-    def index_joined(self) -> None:
+    def catch_up(self) -> None:
         """As of each `Scheduler`."""
         for scheduler in self.of_rank:
-            scheduler.index_joined()
+            scheduler.catch_up()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step of every rank that had a part in it."""

@@ -18,7 +18,7 @@ on the engine thread. Knows no bytes, no arena and no rows.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.cost_model import StepCosts
 from engine.kv.cache import BlockCache, BlockTerms
@@ -46,6 +46,15 @@ class TierLoad(Protocol):
 
 class HostTier(Protocol):
     """Blocks beside the device, by hash (see engine/kv/host/tier.py)."""
+
+    @property
+    def stores(self) -> Literal["evicted", "answers"]:
+        """What is to be given to `save`."""
+        ...
+
+    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Take blocks (id, hash) that leave, of each sequence the last ones first."""
+        ...
 
     @property
     def is_active(self) -> bool:
@@ -150,6 +159,9 @@ class NoHostLoads:
     def settle(self) -> list[int]:
         return []
 
+    def ended(self, request: Request) -> None:
+        pass
+
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         return iter(())
 
@@ -160,10 +172,14 @@ class NoHostLoads:
 class HostLoads:
     """The loads of one scheduler's requests."""
 
-    def __init__(self, tier: HostTier, cache: BlockCache, block_size: int) -> None:
+    def __init__(
+        self, tier: HostTier, cache: BlockCache, block_size: int, max_step_tokens: int
+    ) -> None:
+        """max_step_tokens: longer prompts are computed in several steps."""
         self._tier = tier
         self._cache = cache
         self._block_size = block_size
+        self._max_step_tokens = max_step_tokens
         self._loads: list[_Load] = []
         self._loading: dict[bytes, _Load] = {}  # by the hashes of blocks to come
         self._waits: dict[RequestKey, _Wait] = {}
@@ -280,6 +296,18 @@ class HostLoads:
         self._loads = [load for load in self._loads if not load.is_over]
         return unknown
 
+    def ended(self, request: Request) -> None:
+        """Store the blocks that an answer has filled, if the tier is for those.
+
+        request: one that ran, and still holds its blocks.
+        """
+        if self._tier.stores == "answers":
+            first = request.num_prompt_tokens // self._block_size
+            filled = range(first, request.num_indexed_blocks)
+            if filled:
+                ids, hashes = request.block_ids, request.block_hashes
+                self._tier.save([(ids[i], hashes[i]) for i in reversed(filled)])
+
     # ---- observation ----------------------------------------------------------------------------
 
     @property
@@ -386,11 +414,9 @@ class HostLoads:
     def _until_s(self, wait: _Wait) -> float:
         num_landed = max(0, wait.load.num_indexed - wait.num_blocks_before)
         num_cached = wait.num_blocks_before * self._block_size
-        all_s = wait.costs.seconds(wait.num_new_tokens, num_cached)
-        num_landed_tokens = num_landed * self._block_size
-        rest_s = wait.costs.seconds(
-            wait.num_new_tokens - num_landed_tokens, num_cached + num_landed_tokens
-        )
+        num_new, num_saved = wait.num_new_tokens, num_landed * self._block_size
+        all_s = self._seconds(num_new, num_cached, wait.costs)
+        rest_s = self._seconds(num_new - num_saved, num_cached + num_saved, wait.costs)
         return wait.since_s + (all_s - rest_s) + max(_MIN_GRACE_S, _GRACE_SHARE * all_s)
 
     def _saved_s(
@@ -399,14 +425,23 @@ class HostLoads:
         """Predicted seconds of computing that so many more blocks save."""
         num_cached = num_before * self._block_size
         num_new, num_saved = request.num_known_tokens - num_cached, num_blocks * self._block_size
-        all_s = costs.seconds(num_new, num_cached)
-        return all_s - costs.seconds(num_new - num_saved, num_cached + num_saved)
+        all_s = self._seconds(num_new, num_cached, costs)
+        return all_s - self._seconds(num_new - num_saved, num_cached + num_saved, costs)
+
+    def _seconds(self, num_new: int, num_cached: int, costs: StepCosts) -> float:
+        """Predicted seconds of computing so many tokens, alone, in as many steps as that takes."""
+        seconds = 0.0
+        while num_new > 0:
+            num_tokens = min(num_new, self._max_step_tokens)
+            seconds += costs.seconds(num_tokens, num_cached)
+            num_new, num_cached = num_new - num_tokens, num_cached + num_tokens
+        return seconds
 
 
 def build_host_loads(
-    tier: HostTier | None, cache: BlockCache, block_size: int
+    tier: HostTier | None, cache: BlockCache, block_size: int, max_step_tokens: int
 ) -> HostLoads | NoHostLoads:
     """The loads of a scheduler over `cache`; tier: None = there is none."""
     if tier is None or not cache.keeps_prefixes:
         return NoHostLoads()
-    return HostLoads(tier, cache, block_size)
+    return HostLoads(tier, cache, block_size, max_step_tokens)

@@ -83,8 +83,8 @@ class Scheduler:
     ) -> None:
         """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
 
-        drafting: None = no request gets drafts. host_tier: what `cache` evicts goes there; None =
-        it is lost.
+        drafting: None = no request gets drafts. host_tier: where blocks are that left a device;
+        None = nowhere.
         """
         _check_limits(config, finish_rules.max_model_len, cache.num_blocks, block_size)
         self._config = config
@@ -96,7 +96,8 @@ class Scheduler:
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
-        self._host_loads = build_host_loads(host_tier, cache, block_size)
+        max_step_tokens = config.max_num_batched_tokens
+        self._host_loads = build_host_loads(host_tier, cache, block_size, max_step_tokens)
         self._prompts = PromptScheduling(
             laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )
@@ -172,6 +173,7 @@ class Scheduler:
             if (request := self._running.get(key)) is None:
                 return False
             self._unseat(request)
+            self._host_loads.ended(request)
         self._leave(request)
         return True
 
@@ -214,9 +216,14 @@ class Scheduler:
         drafts = yield from self._plan_drafts(decodes, budget, grown)
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work, drafts)
 
-    def index_joined(self) -> None:
-        """Add the blocks of joined requests to the prefix index; call it while a step computes."""
+    def catch_up(self) -> None:
+        """Do what a commit left over, so that its tokens did not wait; call it as steps compute.
+
+        Adds the blocks of joined requests to the prefix index, and fits the cost model if it is
+        time.
+        """
         self._blocks.flush_deferred_index()
+        self._prompts.model.fit_if_due()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
@@ -511,6 +518,7 @@ class Scheduler:
         self._unseat(request)
         if finish is not None:
             self.drafting.finish(request)
+            self._host_loads.ended(request)
             self._leave(request)
         else:
             self._handoff_queue.add(request)
@@ -572,7 +580,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a running request's row and blocks and queue it."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
-        self.index_joined()  # if it joined just now, its blocks must be found again
+        # If it joined just now, its blocks must be found again.
+        self._blocks.flush_deferred_index()
         self._unseat(request)
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))

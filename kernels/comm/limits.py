@@ -17,6 +17,11 @@ class SumLimits:
     norm: int  # of a sum with residual and norm, in one or two shots; above it
     stream: int  # in a stream of pieces; above it they are apart
     shares: int  # of what is gathered or scattered: all ranks' shares together
+    share_stream: int = 0  # of a sum of which ranks take their rows, with the norm, in a stream
+    gather_stream: int = 0  # of what is gathered, above `shares`, in a stream
+    # Of a dense layer's sum with residual and norm: from it on ranks scatter, normalise their
+    # shares and gather; 0 = never.
+    sequence_parallel: int = 0
     is_measured: bool = True
 
 
@@ -59,3 +64,12 @@ _GUESSED = {
 def limits_of(gpu: str, num_ranks: int) -> SumLimits:
     """gpu: its name; num_ranks: 2, 4 or 8."""
     return _MEASURED.get((gpu, num_ranks), _GUESSED[num_ranks])
+
+
+def sequence_parallel_tokens(gpu: str, num_ranks: int, row_bytes: int) -> int | None:
+    """From how many tokens a step on dense ranks is sequence-parallel; None = none is.
+
+    row_bytes: of a token's row of a sum.
+    """
+    least = limits_of(gpu, num_ranks).sequence_parallel
+    return -(-least // row_bytes) if least else None

@@ -93,7 +93,7 @@ def application_command(
     )
 
 
-def replica_ports_of(index: int) -> range:
-    """Ports for the ingress replicas of application number `index` of several."""
-    first = FIRST_REPLICA_PORT + index * NUM_REPLICA_PORTS
+def replica_ports_of(index: int, first_port: int) -> range:
+    """Ports for the ingress replicas of application number `index`, the first at `first_port`."""
+    first = first_port + index * NUM_REPLICA_PORTS
     return range(first, first + NUM_REPLICA_PORTS)

@@ -5,8 +5,10 @@
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
 and norm in one kernel, so is `stream`, in pieces; `+ norm` the sum and the norm after it; `gather`
-of as much from each rank; `scatter` leaves each rank its rows of a sum. `of fewer`: half as many
-blocks. What `kernels.comm.limits` holds is read from here. Processes see one GPU each.
+of as much from each rank; `scatter` leaves each rank its rows of a sum. `in shares`: scatter, norm
+of a rank's rows, gather of these; `stream of a share`: the first two in one kernel, in pieces. `of
+fewer`: half as many blocks. What `kernels.comm.limits` holds is read from here. Processes see one
+GPU each.
 """
 
 import argparse
@@ -27,7 +29,9 @@ from engine.layers.context import Comm
 from engine.ranks.meeting import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
+from kernels.comm.gather_stream import gather_stream
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
+from kernels.comm.share_stream import share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
@@ -65,6 +69,14 @@ COLUMNS = (
     "scatter",
     "NCCL scatter",
     "norm",
+    "in shares",
+    "NCCL in shares",
+    "NCCL gather of shares",
+    "norm of a share",
+    "stream of a share",
+    "stream in shares",
+    "gather stream of shares",
+    "two streams in shares",
 )
 
 
@@ -100,9 +112,33 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callabl
         found["gather"] = partial(gather_shares, x, memory)
         found["NCCL's"] = partial(nccl.all_gather, x)
     if num_rows % size == 0:
+        share, own = x[: num_rows // size], residual[: num_rows // size]
+
+        def in_shares() -> None:
+            normed, _ = rms_norm_add(scatter_sum(x, memory), own, weight, EPS)
+            gather_shares(normed, memory)
+
+        def nccl_in_shares() -> None:
+            normed, _ = rms_norm_add(nccl.reduce_scatter(x), own, weight, EPS)
+            nccl.all_gather(normed)
+
+        def stream_in_shares() -> None:
+            nccl.all_gather(share_stream_add_norm(x, own, weight, EPS, memory)[0])
+
+        def two_streams_in_shares() -> None:
+            gather_stream(share_stream_add_norm(x, own, weight, EPS, memory)[0], memory)
+
+        found["gather stream of shares"] = partial(gather_stream, share, memory)
+        found["two streams in shares"] = two_streams_in_shares
+        found["stream of a share"] = partial(share_stream_add_norm, x, own, weight, EPS, memory)
+        found["stream in shares"] = stream_in_shares
         found["NCCL scatter"] = partial(nccl.reduce_scatter, x)
+        found["NCCL in shares"] = nccl_in_shares
+        found["NCCL gather of shares"] = partial(nccl.all_gather, share)
+        found["norm of a share"] = partial(rms_norm_add, share, own, weight, EPS)
         if x.nbytes <= memory.slot_bytes:
             found["scatter"] = partial(scatter_sum, x, memory)
+            found["in shares"] = in_shares
     return found
 
 

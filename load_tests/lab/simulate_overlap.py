@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from engine.layers.operations import Flow, Lane, Op
 from engine.layers.schedules import DECODE, EXCHANGE_PROMPTS, Schedule, bind, drive
-from engine.runner.overlap_tuning import adaptive_lag
+from engine.runner.overlap.tuning import adaptive_lag
 from load_tests.tables import render_rows
 
 

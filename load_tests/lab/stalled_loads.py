@@ -21,6 +21,7 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -105,6 +106,10 @@ class VirtualTier:
     stored: set[bytes] = field(default_factory=set)
     loads: list[VirtualLoad] = field(default_factory=list)
     is_active: bool = False
+    stores: Literal["evicted", "answers"] = "evicted"
+
+    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        raise AssertionError("what is stored is drawn before")
 
     def settle(self) -> None:
         self.loads = [load for load in self.loads if not load.is_over]

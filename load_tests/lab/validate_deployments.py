@@ -164,6 +164,13 @@ def _first_of_role(run: MeasuredRun, role: Literal["unified", "prefill"]) -> str
     return None
 
 
+def check_ranks(names: Sequence[str]) -> None:
+    """Raises ValueError for workers over different numbers of GPUs: their step costs differ."""
+    by_ranks = {Deployment.parse(name).ranks: name for name in names}
+    if len(by_ranks) > 1:
+        raise ValueError(f"{' and '.join(by_ranks.values())}: measure them to a file each")
+
+
 def simulated_deployment(
     run: MeasuredRun, name: str, costs: RoleCosts, host_s: float, http_s: float
 ) -> Simulated:
@@ -274,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         source = run if args.costs is None else read_measured(args.costs)
         costs = choose_costs(source, args.costs_of)
         names = [name for name in run.variants if not Deployment.parse(name).is_vllm]
+        check_ranks(names)
         deployments = [
             simulated_deployment(run, name, costs, args.host_ms / 1e3, args.http_ms / 1e3)
             for name in names

@@ -195,6 +195,7 @@ class Run:
         if setting.pause_share and self._rng.random() < setting.pause_share:
             model_s += setting.pause_s
         self._costs.observe(verify_work(work, num_drafts), max(0.0, model_s - drafts.surcharge_s))
+        self._costs.fit_if_due()
         return model_s + max(drafts.num_drafts) * setting.pass_s
 
     def _accept(self, rows: Sequence[int], drafts: StepDrafts) -> int:

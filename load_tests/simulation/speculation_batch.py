@@ -66,9 +66,9 @@ class HostCosts:
 
 # Turns of 1.88 ms at 1 row, 2.16 at 16, 3.08 at 64, and 7.81 at 256, each with three drafts.
 HOST = HostCosts(step_s=1.25e-3, row_s=0.023e-3)
-# Turns of 3.2 to 4.4 ms at 1 and at 16 rows, 5.5 at 64 and 9.4 to 11.2 at 256. 256 rows that were
-# asked every 33 steps, and got none, lost 27 ms in 128 steps, and 64 rows 11. A row whose text of
-# 130 tokens is told takes about what it takes in any step with drafts: twice, on a CPU.
+# Turns of 3.2 to 4.6 ms at 1 and at 16 rows, 5.3 to 6.4 at 64, 9.4 to 11.2 at 256. 256 rows that
+# were asked every 33 steps, and got none, lost 27 ms in 128 steps, and 64 rows 11. A row whose text
+# of 130 tokens is told takes about what it takes in any step with drafts: twice, on a CPU.
 SLOW_HOST = HostCosts(step_s=2.7e-3, row_s=0.03e-3, asked_s=0.022e-3, told_s=0.035e-3)
 
 

@@ -79,6 +79,32 @@ def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
     application.wait_quiet()
 
 
+def test_a_conversation_goes_on_from_the_answers_that_its_decode_worker_stored(
+    cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    """No cache evicts anything: all that is loaded are answers."""
+    settings = TIGHT | {"cache.host_answers": True, "cache.num_blocks": 1024}
+    application = cluster.run("host-answers", settings)
+    application.wait_ready()
+    assert _arena_of(application, "prefill") == _arena_of(application, "decode") is not None
+    turns = iter(prompts)
+
+    def take_two_turns() -> bool:
+        prompt = next(turns)
+        told = application.complete(prompt, max_tokens=60)
+        again = prompt + told + prompt[:5]
+        found = application.complete(again, max_tokens=6)
+        assert found == application.complete(
+            again, max_tokens=6, extra_body={"cache_salt": "other"}
+        )
+        return application.metric("laps_host_tier_loaded_blocks_total") > 0
+
+    wait_until(take_two_turns, "an answer is loaded")
+    assert application.metric("laps_host_tier_corrupt_blocks_total") == 0
+    application.wait_quiet()
+    application.stop()
+
+
 def test_a_gang_stores_and_loads_parts_and_a_dead_rank_costs_no_stored_block(
     cluster: Cluster, prompts: list[list[int]]
 ) -> None:

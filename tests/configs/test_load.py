@@ -131,6 +131,16 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ),
         ("cache: {disk_path: kv}", ["cache.disk_path: kv", "set cache.host_gib"]),
         ("cache: {host_gib: -1}", ["cache.host_gib", ">= 0"]),
+        ("cache: {host_answers: true}", ["cache.host_answers", "set cache.host_gib"]),
+        (
+            "cache: {host_answers: true, host_gib: 1}",
+            ["cache.host_answers", "no decode workers", "set workers.decode"],
+        ),
+        (
+            "cache: {host_answers: true, host_gib: 1}\n"
+            "workers: {unified: 0, prefill: 1, decode: 1, prefill_tensor_parallel_size: 2}",
+            ["cache.host_answers", "workers of one rank", "size to 1"],
+        ),
         (
             "cache: {host_gib: 1, enable_prefix_caching: false}",
             ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
@@ -159,6 +169,15 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {expert_exchange_min_tokens: 64, tensor_parallel_size: 2,"
             " expert_parallel: true, num_gpus: 1}\nmodel: {device: cuda, deterministic: true}",
             ["workers.expert_exchange_min_tokens", "model.deterministic", "leave it out"],
+        ),
+        (
+            "workers: {sequence_parallel_min_tokens: 64}",
+            ["workers.sequence_parallel_min_tokens", "one rank", "tensor_parallel_size above 1"],
+        ),
+        (
+            "workers: {sequence_parallel_min_tokens: 64, tensor_parallel_size: 2,"
+            " expert_parallel: true}",
+            ["workers.sequence_parallel_min_tokens", "without experts", "expert_exchange_min"],
         ),
         (
             "workers: {enable_dp_attention: true, tensor_parallel_size: 2}",

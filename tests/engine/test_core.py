@@ -4,6 +4,7 @@ import pytest
 
 from engine.clock import ManualClock
 from engine.core import NUM_KEPT_STEPS, EngineCore, Phase, PhaseDurations, StepTimes
+from engine.cost_model import CostModel
 from engine.kv.cache import BlockCache, check_blocks, num_held
 from engine.plan import StepPlan, StepResult
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
@@ -104,6 +105,43 @@ def test_each_step_is_told_how_late_it_was_also_the_first_after_a_pause(
             replica.core.step()
         replica.clock.advance(100.0)
     assert told == [0.0, 1.5, 1.5] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_times_are_fitted_while_a_step_computes_and_not_before_tokens_are_given_out(
+    overlap: bool,
+) -> None:
+    """A fit takes as long as all else between a step's end and its tokens."""
+    replica = Replica(overlap=overlap)
+    replica.executor.step_s = 1.0
+    replica.add("a", prompt_of(5), params=params_of(CostModel.MIN_SAMPLES + 3))
+    num_given_out = 0
+    fitted_after: dict[str, int] = {}  # so many steps had given their tokens out
+
+    def look(where: str) -> None:
+        if replica.scheduler.costs.is_fitted:
+            fitted_after.setdefault(where, num_given_out)
+
+    class SeenStep:
+        def __init__(self, step: FakePendingStep) -> None:
+            self.step = step
+            self.is_done = False
+
+        def wait(self) -> StepResult:
+            look("as one computes")
+            return self.step.wait()
+
+    class SeenExecutor:
+        def launch(self, plan: StepPlan) -> SeenStep:
+            look("at a launch")
+            return SeenStep(replica.executor.launch(plan))
+
+    core = EngineCore(replica.scheduler, SeenExecutor(), replica.clock, overlap=overlap)
+    while core.has_work:
+        num_given_out += len(core.step().tokens)
+        look("given out")
+    at = CostModel.MIN_SAMPLES
+    assert fitted_after == {"as one computes": at, "given out": at + 1, "at a launch": at + 1}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

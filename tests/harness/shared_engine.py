@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from hashlib import blake2b
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -89,12 +88,7 @@ class SharedEngine:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         """Raises AssertionError where a rank had other plans or tokens."""
         self._ranks.say(None)
         if kind is not None:

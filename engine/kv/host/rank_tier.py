@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.kv.host.arena import HostBlock
 from engine.kv.host.disk import DiskBlock
-from engine.kv.host.tier import HostLoad, HostTier
+from engine.kv.host.tier import HostLoad, HostTier, Stores
 
 
 class RankTier:
@@ -18,6 +18,10 @@ class RankTier:
         """first_block: the number, in the worker, of the rank's first block."""
         self._tier = tier
         self._first_block = first_block
+
+    @property
+    def stores(self) -> Stores:
+        return self._tier.stores
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         self._tier.save([(self._first_block + block_id, name) for block_id, name in evicted])

@@ -1,7 +1,10 @@
 """One worker's host tier: what its device cache evicts goes to the arena, and comes back from it.
 
-    save     evicted blocks: copied at once, digested beside the steps, published by `settle`
+    save     blocks that leave: copied at once, digested beside the steps, published by `settle`
     load     found blocks: copied and checked beside the steps, piece by piece and in order
+
+Blocks leave when they are evicted. A decode worker stores those of an answer when that has ended:
+on its device nobody looks for them, and the prompt's the prefill worker has or has stored.
 
 Called on the thread that steps. Two threads beside it wait for copies and make digests, one for
 each direction, so that a load never waits for a save. The tier only ever loses blocks: if no block
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 Problem = Literal["corrupt", "gone", "failed"]
+Stores = Literal["evicted", "answers"]  # what the device's cache evicts; what answers have filled
 
 _PIECE_BYTES = 2**24  # of a load's pieces, at least
 _PIECES_SHARE = 4  # of a load is the largest piece
@@ -183,14 +187,16 @@ class HostTier:
         disk: DiskTier | None = None,
         *,
         num_staged: int | None = None,
+        stores: Stores = "evicted",
         clock: Clock = CLOCK,
         lane: Callable[[str], Lane] = Lane,
     ) -> None:
         """disk: None = what leaves the arena is lost. lane: makes the thread of a name.
 
         num_staged: so many blocks `mover` saves at a time without holding up steps; None = any
-        number.
+        number. stores: what its owners are to give to `save`.
         """
+        self.stores = stores
         self._clock = clock
         self._arena = arena
         self._disk = disk
@@ -226,7 +232,7 @@ class HostTier:
     # ---- out of the device ----------------------------------------------------------------------
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Takes blocks (id, hash) that the device cache has evicted, in that order."""
+        """Takes blocks (id, hash) that leave, of each sequence the last ones first."""
         if self._is_off:
             self._counts["dropped"] += len(evicted)
             return

@@ -50,7 +50,7 @@ from engine.messages import (
 )
 from engine.models.spec import load_spec
 from engine.plan import TokenLogprobs
-from engine.request import Constraint, PromptScores, RequestKey
+from engine.request import Constraint, PromptLogprobs, PromptScores, RequestKey
 from engine.text.chat_template import ChatTemplate, load_chat_template, read_template_text
 from engine.text.prompt_encoder import Encoded, PromptEncoder
 from engine.text.tokenizing import Tokenizing, load_tokenizer
@@ -116,6 +116,7 @@ class ScriptedWorkers:
                     waited_s=self.waited_s if index == 0 else None,
                     finish=finish if is_last else None,
                     stop_token_id=token_ids[index] if is_last and self.stops else None,
+                    prompt=_prompt_scores(job) if index == 0 else None,
                 )
             )
             if len(waiting) == self.num_together or is_last:
@@ -125,16 +126,37 @@ class ScriptedWorkers:
 
 def _end_of_prompt(job: GenerationJob) -> TokenRecord:
     """Of a request that asks for no token: each of its labels is half as likely as the last."""
-    labels = [-math.log(2) * rank for rank, _ in enumerate(job.spec.params.label_token_ids, 1)]
     return TokenRecord(
         key=RequestKey(job.request_id, job.child),
         index=0,
         token_id=job.prompt_ids[-1],
         is_output=False,
-        prompt=PromptScores(labels, []) if labels else None,
+        prompt=_prompt_scores(job),
         num_cached_tokens=0,
         finish="length",
     )
+
+
+def _prompt_scores(job: GenerationJob) -> PromptScores | None:
+    """What the request asked to know about its prompt, each token of which had a chance of half."""
+    params = job.spec.params
+    labels = [-math.log(2) * rank for rank, _ in enumerate(params.label_token_ids, 1)]
+    if params.prompt_logprobs is None:
+        return PromptScores(labels, []) if labels else None
+    rest = job.prompt_ids[1:]
+    top_ids = [
+        [(token_id + rank) % MIN_VOCAB_SIZE for rank in range(params.prompt_logprobs)]
+        for token_id in rest
+    ]
+    values = [-math.log(2) * (1 + rank) for rank in range(params.prompt_logprobs)]
+    piece = PromptLogprobs(
+        first=1,
+        chosen=[-math.log(2)] * len(rest),
+        ranks=[1] * len(rest),
+        top_ids=top_ids,
+        top_logprobs=[values] * len(rest),
+    )
+    return PromptScores(labels, [piece])
 
 
 def _logprobs(job: GenerationJob, token_id: int) -> TokenLogprobs | None:

@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from actors.anthropic.bodies import CountBody, MessagesBody
+from actors.ingress.docs_page import docs_page
 from actors.ingress.openapi import GETS, POSTS, build_openapi
 from actors.openai.request_bodies import (
     ChatBatchBody,
@@ -17,8 +19,11 @@ from actors.openai.request_bodies import (
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    decode_body,
+    unsupported_fields,
 )
 from actors.openai.responses.bodies import ResponsesBody
+from engine.errors import RequestError
 
 DOCUMENT: dict[str, Any] = json.loads(build_openapi("name", "1.2.3"))
 BODIES = {
@@ -89,3 +94,40 @@ def test_required_fields_and_choices_are_told() -> None:
 def test_every_get_is_there() -> None:
     assert {path for path, item in DOCUMENT["paths"].items() if "get" in item} == set(GETS)
     assert DOCUMENT["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+
+
+def test_fields_that_are_refused_are_told_with_the_values_that_are_not() -> None:
+    """A client that reads the document must not think that a server takes what it refuses."""
+    for kind in (ChatBody, ChatBatchBody, CompletionBody, ResponsesBody):
+        fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+        told = {name for name, field in fields.items() if field.get("description")}
+        assert told == set(unsupported_fields(kind))
+        assert told, kind
+        for name in told:
+            for value in fields[name]["enum"]:
+                decode_body(_body_with(kind, name, value), kind)
+            with pytest.raises(RequestError, match=f"'{name}' is not supported"):
+                decode_body(_body_with(kind, name, "another value"), kind)
+    assert (
+        "description"
+        not in DOCUMENT["components"]["schemas"]["ScoreBody"]["properties"]["documents"]
+    )
+
+
+def _body_with(kind: type[Struct], name: str, value: object) -> bytes:
+    """A body of one kind with its required fields and one more."""
+    schema = DOCUMENT["components"]["schemas"][kind.__name__]
+    values = {"messages": [], "prompt": "text", "input": "text"}
+    given = {field: values[field] for field in schema.get("required", [])}
+    return json.dumps(given | {name: value}).encode()
+
+
+def test_the_page_shows_refused_fields_last() -> None:
+    page = docs_page()
+    table = page[: page.index("<h4>Answer")]  # of the first path: chats
+    assert table.index("chat_template_kwargs") < table.index("guided_json")
+    after = table[table.index("<code>use_beam_search") :]
+    assert after.startswith(
+        "<code>use_beam_search</code></td><td>not supported: refused unless null or false</td>"
+    )
+    assert "any JSON" not in table.replace("json_schema</code></td><td>any JSON", "")

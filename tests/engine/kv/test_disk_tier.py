@@ -1,5 +1,6 @@
 """Files below the arena: what comes back, after whatever befell them, and what never does."""
 
+import fcntl
 import os
 import random
 import stat
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from engine.errors import ConfigError
 from engine.kv.host.arena import HostArena
 from engine.kv.host.disk import DiskBlock, DiskFiles, Row, kept_key
 from engine.kv.host.disk_tier import DiskTier
+from engine.kv.host.lane import Lane
 from engine.kv.host.movers import build_mover
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import KvLayout
@@ -53,6 +56,13 @@ def _is_whole(files: DiskFiles, number: int) -> bool:
     return bool((row == _row(number)).all())
 
 
+def _drain(lane: Lane) -> None:
+    """Waits for the jobs posted so far."""
+    is_idle = Event()
+    lane.post(is_idle.set)
+    assert is_idle.wait(30)
+
+
 class World:
     """A worker whose arena is much smaller than what it evicts."""
 
@@ -85,9 +95,7 @@ class World:
                 self.disk._read_lane,
                 self.disk._write_lane,
             ):
-                is_idle = Event()
-                lane.post(is_idle.set)
-                assert is_idle.wait(30)
+                _drain(lane)
             self.tier.settle()
             if not self.tier.is_active:
                 break
@@ -122,8 +130,9 @@ def test_what_left_the_arena_comes_back_from_files_with_every_bit(world: World) 
     assert world.store.digests.of(range(40, 48)) == world.store.digest(list(range(40, 48)))
     assert world.arena.num_found(chain) == 8, "it is in the arena again"
     statistics = world.tier.statistics()
+    assert world.disk.read_time.predicted_s != SIZE / 10e9, "it learns from what was read"
     assert statistics.disk is not None
-    assert statistics.disk.num_written == 24
+    assert (statistics.num_stored, statistics.disk.num_written) == (24, 24)
     assert statistics.disk.num_loaded == sum(isinstance(block, DiskBlock) for block in found)
 
 
@@ -150,6 +159,25 @@ def test_a_harmed_file_is_never_used(world: World, path: Path, harm: str) -> Non
     assert world.arena.num_found([name_of(number)]) == 0
     good = world.store.tensor[40 : 40 + load.num_landed]
     assert torch.equal(good, world.store.tensor[: load.num_landed])
+
+
+def test_what_was_read_before_a_file_that_is_gone_is_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in range(0, 32, 4):
+        world.save(range(first, first + 4))
+    blocks = [block for i in range(4) if (block := world.files.get(name_of(i))) is not None]
+    read = world.files.read
+
+    def read_but_the_third(block: DiskBlock, row: Row) -> bool:
+        return block is not blocks[2] and read(block, row)
+
+    monkeypatch.setattr(world.files, "read", read_but_the_third)
+    load = world.tier.load(blocks, [40, 41, 42, 43])
+    world.settle()
+    assert (load.num_landed, load.problem) == (2, "gone")
+    assert torch.equal(world.store.tensor[40:42], world.store.tensor[:2])
+    assert world.tier.statistics().num_corrupt == 0
 
 
 def test_a_disk_that_hangs_keeps_no_block_of_the_device(
@@ -191,6 +219,9 @@ def test_a_stalled_read_makes_reading_unworthy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert world.disk.read_seconds(1) < 0.1
+    assert world.disk.read_seconds(3) == pytest.approx(3 * world.disk.read_seconds(1))
+    world.disk.num_reading = 5
+    assert world.disk.read_seconds(1) == pytest.approx(6 * world.disk.read_time.predicted_s)
     world.disk._read_since_s = 0.0  # it began long ago
     monkeypatch.setattr("engine.kv.host.disk_tier.time.monotonic", lambda: 9.0)
     assert world.disk.read_seconds(1) > 9.0
@@ -213,6 +244,59 @@ def test_a_disk_that_fails_is_said_so_once_and_looked_at_no_more(
         f"{world.files.folder} is written to no more: no such device"
     ]
     assert world.disk.statistics().num_written == 0
+
+
+def test_what_waits_to_be_written_is_bounded_and_what_has_left_the_arena_is_not_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kv.host.disk_tier._MAX_QUEUED_BYTES", 5 * SIZE)
+    may_write = Event()
+    world.disk._write_lane.post(lambda: may_write.wait(30) and None)
+    world.arena.note_hit()
+    world.tier.save([(i, name_of(i)) for i in range(4)])  # a quarter of the arena at a time
+    _drain(world.tier._save_lane)
+    world.tier.settle()
+    world.tier.save([(i, name_of(i)) for i in range(4, 8)])
+    _drain(world.tier._save_lane)
+    world.tier.settle()
+    (gone,) = world.arena.find([name_of(1)])
+    assert world.arena.drop(gone)
+    may_write.set()
+    world.settle()
+    statistics = world.disk.statistics()
+    assert (statistics.num_written, statistics.num_dropped) == (4, 4)
+    assert world.files.get(name_of(1)) is None
+
+
+def test_writers_of_a_machine_take_turns_and_leave_no_part_of_a_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _files(path)
+    make_room = files._make_room
+
+    def make_room_alone(lock: int, size: int) -> None:
+        with (path / "lock").open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        make_room(lock, size)
+
+    monkeypatch.setattr(files, "_make_room", make_room_alone)
+    _write(files, range(2))
+    with pytest.raises(TypeError):
+        files.write([(name_of(9), 0, SimpleNamespace(data=None))])  # type: ignore[list-item]
+    assert not (path / "part").exists()
+    assert (files.num_blocks, files.get(name_of(9))) == (2, None)
+
+
+def test_reading_a_file_counts_as_a_use_of_it(path: Path) -> None:
+    files = _files(path, 3 * (4096 + SIZE))
+    for number in range(3):
+        _write(files, range(number, number + 1))
+        block = files.get(name_of(number))
+        assert block is not None
+        os.utime(path / block.file, ns=(number, number))
+    assert _is_whole(files, 0)
+    _write(files, range(3, 4))  # in place of two
+    assert [files.get(name_of(i)) is not None for i in range(4)] == [True, False, False, True]
 
 
 def test_a_restart_finds_what_was_written_and_another_key_nothing(path: Path) -> None:

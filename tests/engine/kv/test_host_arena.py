@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.kv.host import arena as arena_module
 from engine.kv.host import shared_file
 from engine.kv.host.arena import MIN_POOL_BLOCKS, REFILL_BLOCKS, HostArena
+from engine.kv.host.published import PublishedBlocks
 from engine.kv.host.shared_file import (
     FOLDER,
     PREFIX,
@@ -104,6 +105,40 @@ def test_a_pool_refills_from_the_reserve_then_steals_half_then_evicts(name: str)
     two.close()
 
 
+def test_a_small_pool_is_left_to_its_worker_where_others_could_evict(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    slots = one.take(one.num_blocks)
+    assert one.publish(slots, [name_of(number) for number in range(len(slots))], [0] * len(slots))
+    kept = two.take(1)  # evicts as many as it may, and keeps the rest
+    num_left = two.terms().num_pool[two.member]
+    two.give_back(two.take(num_left - MIN_POOL_BLOCKS)[:0])
+    assert two.terms().num_pool == {two.member: MIN_POOL_BLOCKS}
+    assert one.take(1), "what is stored can be evicted"
+    assert two.terms().num_pool[two.member] == MIN_POOL_BLOCKS
+    two.give_back(kept)
+    one.close()
+    two.close()
+
+
+def test_a_block_that_is_another_by_the_time_it_is_read_is_not_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = open_arena(name)
+    (found,) = arena.find(store(arena, range(1)))
+    where_is = arena._slot_of
+
+    def replace_it(block_hash: bytes) -> int | None:
+        slot = where_is(block_hash)
+        monkeypatch.undo()
+        assert arena.drop(found)
+        store(arena, range(1, 65))  # another one takes its place
+        return slot
+
+    monkeypatch.setattr(arena, "_slot_of", replace_it)
+    assert arena.find([name_of(0)]) == []
+    arena.close()
+
+
 def test_what_was_used_longest_ago_is_evicted_and_a_chain_from_its_end(name: str) -> None:
     arena = open_arena(name)
     chains = [range(100 * chain, 100 * chain + 20) for chain in range(3)]
@@ -120,6 +155,18 @@ def test_what_was_used_longest_ago_is_evicted_and_a_chain_from_its_end(name: str
     arena.close()
 
 
+def test_a_chain_that_was_used_again_is_evicted_from_its_end(name: str) -> None:
+    arena = open_arena(name)
+    chain = store(arena, range(40))
+    arena.take(arena.num_blocks - 40)
+    arena.touch(chain)
+    assert arena.take(1)
+    num_left = arena.num_found(chain)
+    assert 0 < num_left < 40
+    assert arena.terms().num_ready == num_left, "a block is left whose beginning is gone"
+    arena.close()
+
+
 def test_a_block_that_was_evicted_is_noticed_even_if_it_came_back(name: str) -> None:
     arena = open_arena(name)
     (found,) = arena.find(store(arena, range(1)))
@@ -131,6 +178,30 @@ def test_a_block_that_was_evicted_is_noticed_even_if_it_came_back(name: str) -> 
     (again,) = arena.find([name_of(0)])
     assert not arena.is_unchanged(found)
     assert arena.is_unchanged(again)
+    arena.close()
+
+
+def test_changes_are_told_once_and_all_again_to_who_asks_for_all(name: str) -> None:
+    arena = open_arena(name)
+    published = PublishedBlocks(arena)
+    names = store(arena, range(3))
+    first = published.take_events()
+    assert first is not None
+    assert (first.is_resync, sorted(first.added), first.removed) == (True, sorted(names), [])
+    assert published.take_events() is None
+    assert arena.drop(arena.find(names[:1])[0])
+    new = store(arena, range(3, 5))
+    second = published.take_events()
+    assert second is not None
+    assert (second.is_resync, sorted(second.added), second.removed) == (
+        False,
+        sorted(new),
+        names[:1],
+    )
+    published.request_resync()
+    third = published.take_events()
+    assert third is not None
+    assert (third.is_resync, sorted(third.added)) == (True, sorted(names[1:] + new))
     arena.close()
 
 

@@ -129,10 +129,15 @@ def test_blocks_come_back_with_every_bit_and_their_digests(world: World) -> None
 def test_what_is_stored_already_is_not_copied_again(world: World) -> None:
     world.save([1, 2])
     world.save([2, 3])  # the first is still under way
+    assert world.arena.terms().num_writing == {world.arena.member: 3}
     world.settle()
     world.save([3])
     statistics = world.tier.statistics()
     assert (statistics.num_stored, statistics.num_known) == (3, 2)
+    assert world.arena.drop(world.arena.find([name_of(2)])[0])
+    world.save([2])  # what has left the arena is new
+    world.settle()
+    assert world.arena.num_found([name_of(2)]) == 1
 
 
 @pytest.mark.parametrize("byte", [0, 1, LAYOUT.block_bytes // 2, LAYOUT.block_bytes - 1])
@@ -217,6 +222,55 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     world.settle()
     assert world.arena.num_found([name_of(number) for number in range(10)]) == 4
     assert world.tier.statistics().num_dropped == 6
+
+
+@pytest.mark.parametrize("is_evicted_again", [False, True])
+def test_what_is_found_or_evicted_again_stays_in_the_arena(
+    world: World, *, is_evicted_again: bool
+) -> None:
+    for number in range(4):
+        world.save(range(10 * number, 10 * number + 4))
+        world.settle()
+    world.arena.take(64 - 16)
+    if is_evicted_again:
+        world.save([0])
+    else:
+        assert world.tier.find([name_of(0)])
+    world.arena.take(1)  # evicts a few
+    assert world.arena.num_ready < 16
+    assert world.arena.num_found([name_of(0)]) == 1
+
+
+def test_a_worker_writes_to_a_quarter_of_the_arena_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_copied = Event()
+    save = world.mover.save
+
+    def save_late(block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
+        wait = save(block_ids, slots)
+        return lambda: wait() if is_copied.wait(30) else []
+
+    monkeypatch.setattr(world.mover, "save", save_late)
+    world.save(range(12))
+    world.save(range(12, 20))
+    world.save([20])
+    is_copied.set()
+    world.settle()
+    statistics = world.tier.statistics()
+    assert (statistics.num_stored, statistics.num_dropped) == (64 // 4, 5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_cancels_around_the_begin_of_a_read_has_the_blocks_at_once(is_first: bool) -> None:
+    load = HostLoad([], [])
+    for act in (load.cancel, load.begin_reading) if is_first else (load.begin_reading, load.cancel):
+        assert not load.is_over
+        act()
+    assert load.is_over
+    assert not load.may_move(), "the device's blocks are others' by then"
+    load.resume()
+    assert not load.may_move()
 
 
 def test_every_evicted_block_is_counted_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +390,27 @@ def test_loads_take_turns(world: World, monkeypatch: pytest.MonkeyPatch) -> None
     assert (long.num_landed, short.num_landed) == (16, 4)
     loaded = world.store.gather(range(20, 40))
     assert torch.equal(loaded, world.store.gather(range(20)))
+
+
+def test_a_load_that_was_given_up_is_no_longer_waited_for(world: World) -> None:
+    world.save(range(4))
+    world.settle()
+    is_held, goes_on = Event(), Event()
+
+    def hold() -> None:
+        is_held.set()
+        assert goes_on.wait(30)
+
+    world.mover.before_piece = hold
+    blocks = world.tier.find([name_of(number) for number in range(4)])
+    alone_s = world.tier.load_seconds(blocks)
+    load = world.tier.load(blocks, range(20, 24))
+    assert is_held.wait(30)
+    assert world.tier.load_seconds(blocks) > alone_s
+    load.cancel()
+    assert world.tier.load_seconds(blocks) == alone_s
+    goes_on.set()
+    world.settle()
 
 
 def test_what_was_slow_is_hoped_to_be_faster_from_second_to_second() -> None:

@@ -131,38 +131,31 @@ def _quark(
 
 # ---- the hub -------------------------------------------------------------------------------------
 
+_FP8_IN_TILES: dict[str, object] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
 HUB: dict[str, Hub] = {
     "Qwen3-8B-FP8": Hub(
         form="fp8-block",
         architecture="Qwen3ForCausalLM",
-        config={
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-        },
+        config=_FP8_IN_TILES,
     ),
     "Qwen3-30B-A3B-Instruct-2507-FP8": Hub(
         form="fp8-block",
         architecture="Qwen3MoeForCausalLM",
-        config={
-            "activation_scheme": "dynamic",
+        config=_FP8_IN_TILES
+        | {
             "modules_to_not_convert": ["lm_head", *_EXPERTS_OF_QWEN]
             + [f"model.layers.{layer}.input_layernorm" for layer in LAYERS],
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
         },
     ),
     "DeepSeek-V3.1": Hub(
         form="fp8-block",
-        config={
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "scale_fmt": "ue8m0",
-            "weight_block_size": [128, 128],
-        },
+        config=_FP8_IN_TILES | {"scale_fmt": "ue8m0"},
     ),
     "Ministral-FP8": Hub(
         form="fp8-tensor",
@@ -639,6 +632,14 @@ REFUSED: dict[str, tuple[dict[str, object], list[str]]] = {
     "AutoRound's of several schemes": (
         _AUTO_ROUND | {"extra_config": {"model.layers.1.mlp.up_proj": {"bits": 8}}},
         ["extra_config", "up_proj", "one scheme"],
+    ),
+    "AutoRound's of rotated inputs": (
+        _AUTO_ROUND | {"rotation_config": {"hadamard_type": "quarot_hadamard"}},
+        ["rotation_config", "not rotated", _INSTEAD],
+    ),
+    "AutoRound's of inputs rotated by SpinQuant": (
+        _AUTO_ROUND | {"spinquant_config": {"r1": True}},
+        ["spinquant_config", "not rotated", _INSTEAD],
     ),
     "AutoRound's FP8": (
         _AUTO_ROUND | {"packing_format": "auto_round:fp8_static"},

@@ -113,6 +113,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {"use_qk_norm": True, "partial_rotary_factor": 0.25, "attention_bias": False},
     ),
+    "glm4_moe_yarn": (
+        "Glm4MoeForCausalLM",
+        {"rope_parameters": YARN | {"attention_factor": 1.7, "partial_rotary_factor": 0.5}},
+    ),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
     "glm4_moe_lite_listed": (
         "Glm4MoeLiteForCausalLM",

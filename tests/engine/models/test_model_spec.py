@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import PROJECT_ROOT
 from engine.errors import ConfigError
 from engine.layers.rope_spec import LinearScaling, Llama3Scaling, YarnScaling
 from engine.models.spec import SUPPORTED_ARCHITECTURES, load_spec
@@ -228,3 +229,8 @@ def test_reading_a_spec_imports_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_readme_names_every_architecture_that_is_read() -> None:
+    page = (PROJECT_ROOT / "README.md").read_text()
+    assert [name for name in SUPPORTED_ARCHITECTURES if f"`{name}`" not in page] == []

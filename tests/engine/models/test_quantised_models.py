@@ -285,6 +285,8 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("awq", {"bits": 8}, ["bits", "8", "4"]),
         ("awq", {"version": "gemv"}, ["version", "gemv", "gemm"]),
         ("awq", {"zero_point": False}, ["zero_point"]),
+        ("awq", {"pack_method": "order"}, ["pack_method", "'order'", "reorder"]),
+        ("awq", {"rotation": "hadamard"}, ["rotation", "hadamard"]),
         ("gptq", {"checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "gptq_v2"]),
         ("gptq", {"dynamic": {r"+:.*\.1\..*": {"bits": 8}}}, ["dynamic", "+:", "-:"]),
         ("gptq", {"dynamic": {r".*\.1\..*": {"bits": 8}}}, ["dynamic", "-:"]),

@@ -26,7 +26,7 @@ from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.drafting import Drafting

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.layers import decoder, moe
 from engine.layers.context import Comm
 from engine.layers.row_exchange import RowExchange
-from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens
+from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens, scatter_rows
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
@@ -74,6 +74,15 @@ class SnappingSums:
     ) -> tuple[Tensor, Tensor]:
         self.num_taken += 1
         return SnappingOps().rms_norm_add(self._comm.all_reduce(x), residual, weight, eps)
+
+    def fits_share(self, x: Tensor) -> bool:
+        return len(x) % 3 > 0  # some are apart
+
+    def share_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.num_taken += 1
+        return SnappingOps().rms_norm_add(scatter_rows(x, self._comm), residual, weight, eps)
 
 
 class SnappingAttention(ReferenceAttention):

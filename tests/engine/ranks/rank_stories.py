@@ -28,8 +28,8 @@ from engine.runner.executor import Executor
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.kv_memory import num_blocks_that_fit
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.overlap_trials import WHOLE, OverlapTrials
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.trials import WHOLE, OverlapTrials
 from engine.sampling.embeddings import Embeddings
 from kernels.sampling.choices import GreedyChoice
 from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
@@ -46,9 +46,16 @@ EXPERT_PARALLEL = WeightSource(sharing="experts")
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
-def exchanging(model: CausalLM, *, min_tokens: int) -> ExecutorOptions:
-    """Steps of at least `min_tokens` tokens share them out between ranks, if the model can."""
-    return ExecutorOptions(min_exchanged_tokens=min_tokens if model.can_exchange else None)
+def exchanging(
+    model: CausalLM, *, min_tokens: int, is_sequence_parallel: bool = False
+) -> ExecutorOptions:
+    """Steps of at least `min_tokens` tokens share them out between ranks, if the model can.
+
+    is_sequence_parallel: a model without experts does so, too.
+    """
+    is_asked = is_sequence_parallel or model.spec.mixture is not None
+    shares = is_asked and model.can_exchange
+    return ExecutorOptions(min_exchanged_tokens=min_tokens if shares else None)
 
 
 def tell(
@@ -59,16 +66,18 @@ def tell(
     overlaps: bool = False,
     source: WeightSource = AS_PUBLISHED,
     fuses: bool = False,
+    is_sequence_parallel: bool = False,
 ) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank.
 
-    fuses: sums over the ranks are taken with the norm after them.
+    fuses: sums over the ranks are taken with the norm after them. is_sequence_parallel: as of
+    `exchanging`.
     """
     skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
     sums = SnappingSums(comm) if fuses else None
     with planted(fault), snapped_mixtures(), skips, patch.object(comm, "fused_sums", sums):
         model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
-        options = exchanging(model, min_tokens=2)
+        options = exchanging(model, min_tokens=2, is_sequence_parallel=is_sequence_parallel)
         driver = StepDriver(model, seed=1, phased=attention, options=options, comm=comm)
         if overlaps:
             driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
@@ -114,10 +123,10 @@ def try_overlap(comm: Comm, folder: Path, captures: bool) -> list[object]:
     room = Room(StepSizes(max_rows=8, max_tokens=64, max_graph_rows=8), 4, 80, 120)
     trials = OverlapTrials(executor, room, comm, said.append)
     with (
-        patch("engine.runner.overlap_tuning.MIN_SPEEDUP", 0.0),
-        patch("engine.runner.overlap_trials.MIN_DECODE_ROWS", 4),
-        patch("engine.runner.overlap_trials.NUM_STEPS", NUM_TRIED_STEPS),
-        patch("engine.runner.overlap_tuning.NUM_STEPS", NUM_TRIED_STEPS),
+        patch("engine.runner.overlap.tuning.MIN_SPEEDUP", 0.0),
+        patch("engine.runner.overlap.trials.MIN_DECODE_ROWS", 4),
+        patch("engine.runner.overlap.trials.NUM_STEPS", NUM_TRIED_STEPS),
+        patch("engine.runner.overlap.tuning.NUM_STEPS", NUM_TRIED_STEPS),
     ):
         capture = partial(_capture_halves, executor) if captures else None
         found: list[object] = [trials.decode_lag(capture)]
@@ -159,11 +168,17 @@ def best_of_shared(comm: Comm, weight: Tensor, hidden: Tensor) -> tuple[Tensor, 
 
 
 def logits_of(
-    comm: Comm, folder: Path, token_ids: list[int], source: WeightSource = AS_PUBLISHED
+    comm: Comm,
+    folder: Path,
+    token_ids: list[int],
+    source: WeightSource = AS_PUBLISHED,
+    is_sequence_parallel: bool = False,
 ) -> Tensor:
+    """Logits of one prompt in chunks. is_sequence_parallel: as of `exchanging`."""
     device = torch.device("cpu")
     model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
-    driver = StepDriver(model, seed=2, options=exchanging(model, min_tokens=1), comm=comm)
+    options = exchanging(model, min_tokens=1, is_sequence_parallel=is_sequence_parallel)
+    driver = StepDriver(model, seed=2, options=options, comm=comm)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine.plan import empty_plan
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import DpMeetings
 from engine.runner.dp_steps import DpSteps
 from engine.runner.graph_sizes import split_verify_sizes
 from engine.runner.graphs import OverlapStatistics
 from engine.runner.inputs import write_idle_batch
-from engine.runner.split_decodes import _rows_of
+from engine.runner.overlap.batch_splits import BatchSplit
+from engine.runner.overlap.split_decodes import _rows_of
 from engine.runner.step_buffers import StepBuffers
 from kernels.attention.protocol import build_step
 from tests.engine.ranks.dp_stories import (

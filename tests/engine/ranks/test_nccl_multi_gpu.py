@@ -94,10 +94,15 @@ def _tokens(answers: list[Answer]) -> list[list[int]]:
     return [one.tokens for one in answers]
 
 
-def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
+@pytest.mark.parametrize("shared_from", [None, 8])
+def test_the_shipped_model_says_what_it_is_sure_of(
+    ranks: RankProcesses, shared_from: int | None
+) -> None:
+    """shared_from: so many tokens on, steps are sequence-parallel."""
+    settings = SETTINGS | {"workers__sequence_parallel_min_tokens": shared_from}
     tokenizing = load_tokenizer(MODEL)
     prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
-    with SharedEngine(ranks, SETTINGS) as shared:
+    with SharedEngine(ranks, settings) as shared:
         statistics = shared.engine.executor.statistics()
         found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
     assert statistics.decode_graphs is not None

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import Comm
+from engine.layers.token_exchange import own_rows
 from engine.ranks.peer_ranks import PeerRanks
 from kernels.comm import reference
+from kernels.comm.gather_stream import gather_stream
 from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.share_stream import share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.stream import stream_add_norm
 from kernels.comm.sums import sum_add_norm, sum_over_ranks
@@ -148,6 +151,33 @@ def _wrong_streams(comm: Comm, seed: int) -> list[str]:
 
 def test_a_stream_of_any_length_has_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
     assert ranks.run(_wrong_streams, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _wrong_share_streams(comm: Comm, seed: int) -> list[str]:
+    """Of any number of rows, one after the other without a wait, ranks late now and then."""
+    memory, found = _memory(comm), {}
+    sizes = ((4000, 8192), (16384, 5120), (1, 5120), (9001, 5120), (5, 128))
+    for number, (rows, width) in enumerate(sizes):
+        parts = _parts(comm, (rows, width), torch.bfloat16, seed)
+        residual = _draw((rows, width), torch.bfloat16, 1)
+        weight = _draw((width,), torch.bfloat16, 2)
+        summed = reference.sum_over_ranks(parts)
+        expected = rms_norm_add(summed, residual.clone(), weight, EPS)
+        share = comm.rank.padded_share(rows)
+        num_own = share.stop - share.start
+        for again in range(5):
+            own = own_rows(residual, comm).clone()
+            _late(comm, again, number)
+            got = share_stream_add_norm(parts[comm.rank.index], own, weight, EPS, memory)
+            is_right = [(a[:num_own] == b[share]).all() for a, b in zip(got, expected, strict=True)]
+            gathered = gather_stream(got[0], memory)[:rows]
+            is_right.append((gathered == expected[0]).all())
+            found[f"{rows} x {width}, {again}"] = torch.stack(is_right).all()
+    return [what for what, is_right in found.items() if not is_right]
+
+
+def test_shares_in_streams_have_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_share_streams, SEED) == [[] for _ in range(SIZE)], SEED
 
 
 def _late(comm: Comm, late: int, number: int) -> None:

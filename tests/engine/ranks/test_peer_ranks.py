@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.ranks import peer_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
-from kernels.comm.limits import SumLimits, limits_of
+from kernels.comm.limits import SumLimits, limits_of, sequence_parallel_tokens
 from kernels.comm.peer_memory import PeerMemory
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS
 
@@ -41,6 +41,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> PeerRanks:
     for name in ("sum_by_packets", "sum_by_packets_add_norm"):
         monkeypatch.setattr(peer_ranks, name, say("packets"))
     monkeypatch.setattr(peer_ranks, "stream_add_norm", say("stream"))
+    monkeypatch.setattr(peer_ranks, "share_stream_add_norm", say("share stream"))
+    monkeypatch.setattr(peer_ranks, "gather_stream", say("stream"))
     for name in ("gather_shares", "scatter_sum"):
         monkeypatch.setattr(peer_ranks, name, say("shares"))
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
@@ -88,6 +90,17 @@ def test_a_sum_goes_with_its_norm_only_where_it_may(ranks: PeerRanks) -> None:
         assert found == way
 
 
+def test_shares_of_a_sum_go_with_their_norm_only_where_they_may(ranks: PeerRanks) -> None:
+    assert not ranks.fits_share(_lines(16)), "in no stream unless the limit says so"
+    ranks.limits = replace(LIMITS, share_stream=2**20)
+    assert ranks.fits_share(_lines(2**20))
+    assert not ranks.fits_share(_lines(2**20 + 16)), "larger than the limit"
+    assert not ranks.fits_share(_lines(1024).T), "no lines"
+    x, weight = _lines(64), torch.ones(8, dtype=torch.bfloat16)
+    found: Any = ranks.share_add_norm(x, x[:2], weight, 1e-6)
+    assert found == "share stream"
+
+
 def test_shares_count_together_and_exchanges_of_pairs_are_nccls(ranks: PeerRanks) -> None:
     found: list[Any] = [
         ranks.all_gather(_lines(256)),
@@ -97,10 +110,14 @@ def test_shares_count_together_and_exchanges_of_pairs_are_nccls(ranks: PeerRanks
         ranks.all_to_all(_lines(16)),
     ]
     assert found == ["shares", "NCCL", "shares", "NCCL", "NCCL"]
+    ranks.limits = replace(LIMITS, gather_stream=1024)
+    shares = [_lines(256), _lines(272), _lines(512), _lines(528), _lines(512).T]
+    found = [ranks.all_gather(share) for share in shares]
+    assert found == ["shares", "stream", "stream", "NCCL", "NCCL"]
 
 
 def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
-    ranks._limits = replace(LIMITS, plain=2**20, one_shot=2**20)
+    ranks.limits = replace(LIMITS, plain=2**20, one_shot=2**20)
     found: list[Any] = [ranks.all_reduce(_lines(n)) for n in (SLOT_BYTES // 2, SLOT_BYTES)]
     assert found == ["one shot", "NCCL"]
     few = replace(ranks.memory, memories=tuple(m[: DATA_BEGINS // 8 + 16] for m in _memories()))
@@ -112,6 +129,16 @@ def test_what_has_no_room_in_a_slot_goes_through_nccl(ranks: PeerRanks) -> None:
 def test_an_unknown_gpu_has_limits_that_say_so(num_ranks: int) -> None:
     assert not limits_of("NVIDIA Z9000", num_ranks).is_measured
     assert all(limits_of("NVIDIA H200", measured).is_measured for measured in (2, 4))
+
+
+def test_a_step_is_sequence_parallel_from_as_many_tokens_as_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {("NVIDIA Z9000", 4): replace(LIMITS, sequence_parallel=2**20)}
+    monkeypatch.setattr("kernels.comm.limits._MEASURED", limits)
+    assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=2**10) == 2**10
+    assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=1000) == 1049
+    assert sequence_parallel_tokens("NVIDIA Z9000", 2, row_bytes=1000) is None, "not measured"
 
 
 def test_gpus_that_are_not_alike_map_no_memory() -> None:

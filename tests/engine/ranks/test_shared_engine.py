@@ -15,8 +15,12 @@ from engine.build import build_engine
 from engine.clock import MonotonicClock
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.model_folder import read_folder
 from engine.models.kv_scales import write_kv_scales
+from engine.ranks.rank import WHOLE_MODEL
 from engine.request import Constraint, ConstraintKind, SamplingParams
+from engine.runner.auto import StepSizes
+from engine.runner.executor_builder import ExecutorBuilder
 from engine.text.tokenizing import load_tokenizer
 from tests.engine.ranks.exact_models import BEST_FAULT
 from tests.engine.ranks.rank_stories import choices_of, fail_to_load, fitting_blocks
@@ -33,6 +37,7 @@ SETTINGS = {
     "cache__num_blocks": 256,
     "cache__block_size": 8,
 }
+SHARING = {"workers__sequence_parallel_min_tokens": 8}
 TEXTS = (
     "def settings():\n    return ",
     "class Worker:\n    def __init__(self, name, address, port):\n        self.",
@@ -56,7 +61,9 @@ def alone() -> Engine:
 
 @pytest.fixture
 def shared(ranks: RankProcesses) -> Iterator[SharedEngine]:
-    with SharedEngine(ranks, SETTINGS) as started:
+    """Its longer steps are sequence-parallel."""
+    with SharedEngine(ranks, SETTINGS | SHARING) as started:
+        assert started.engine.executor.min_exchanged_tokens == 8
         yield started
 
 
@@ -173,7 +180,7 @@ def test_embeddings_are_those_of_one_rank(ranks: RankProcesses, tmp_path: Path) 
     settings = SETTINGS | {"model__path": str(tmp_path)}
     asks = SamplingParams(max_tokens=0, temperature=0.0, wants_embedding=True)
     requests = [(range(3 * i, 5 * i + 1), asks) for i in range(1, 20)]
-    with SharedEngine(ranks, settings) as together:
+    with SharedEngine(ranks, settings | SHARING) as together:
         found = answer(together.engine, requests)
     for ours, theirs in zip(found, answer(start_engine(**settings), requests), strict=True):
         vectors = [
@@ -210,6 +217,19 @@ def test_an_engine_with_whole_experts_on_each_rank_gives_the_answers_of_one(
     with SharedEngine(ranks, settings | shares) as together:
         for _ in range(2):
             _assert_same(answer(together.engine, requests), theirs)
+
+
+def test_a_mixture_is_told_which_key_it_has_instead_of_sequence_parallel_steps(
+    tmp_path: Path,
+) -> None:
+    save_model(tmp_path, "Qwen2MoeForCausalLM")
+    asked = {"workers.tensor_parallel_size": 2, "workers.sequence_parallel_min_tokens": 8}
+    config = load_config(None, asked | {"model.path": str(tmp_path), "cache.num_blocks": 9})
+    folder = read_folder(config, WHOLE_MODEL)
+    sizes = StepSizes(max_rows=2, max_tokens=16, max_graph_rows=2)
+    builder = ExecutorBuilder(config, spec=folder.spec, layout=folder.layout, sizes=sizes)
+    with pytest.raises(ConfigError, match="the model has experts; leave it out, or set"):
+        builder.build_executor()
 
 
 def test_a_rank_keeps_its_heads_and_knows_the_whole_model(

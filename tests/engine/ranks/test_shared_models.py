@@ -57,6 +57,7 @@ class Case:
     architecture: str = "LlamaForCausalLM"
     settings: dict[str, Any] = field(default_factory=dict)
     source: WeightSource = AS_PUBLISHED
+    is_sequence_parallel: bool = False
 
 
 CASES = {
@@ -131,6 +132,13 @@ CASES = {
         {"num_hidden_layers": 3, "n_shared_experts": 2},
         GATHERED,
     ),
+    "sequence-parallel, QK-norm, biases": Case(
+        2,
+        "Qwen3ForCausalLM",
+        {"num_hidden_layers": 3, "attention_bias": True},
+        is_sequence_parallel=True,
+    ),
+    "sequence-parallel over four ranks": Case(4, is_sequence_parallel=True),
     "four ranks, two KV heads": Case(
         4,
         "Qwen3ForCausalLM",
@@ -190,14 +198,15 @@ def test_ranks_compute_the_bits_of_one_rank(
     tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
     assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
     ranks = two if case.num_ranks == 2 else four
-    for found in ranks.run(tell, folder, None, False, False, case.source, True):
+    shares = case.source, True, case.is_sequence_parallel
+    for found in ranks.run(tell, folder, None, False, False, *shares):
         assert _are_equal(found, alone)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "grouped queries",
+        "sequence-parallel, QK-norm, biases",
         "experts and a shared one, a dense layer",
         "whole experts and a shared one, a dense layer",
         "tokens that travel to experts, a dense layer, a shared expert",
@@ -209,7 +218,8 @@ def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
     name: str, two: RankProcesses, alone_of: Alone
 ) -> None:
     folder, alone = alone_of(name)
-    for found in two.run(tell, folder, None, False, True, CASES[name].source):
+    shares = CASES[name].source, False, CASES[name].is_sequence_parallel
+    for found in two.run(tell, folder, None, False, True, *shares):
         assert _are_equal(found, alone)
 
 
@@ -217,6 +227,7 @@ def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
     "name",
     [
         "fewer KV heads than ranks, QK-norm, tied",
+        "sequence-parallel, QK-norm, biases",
         "tokens gathered for experts, a dense layer, a shared expert",
     ],
 )
@@ -224,7 +235,8 @@ def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
     name: str, two: RankProcesses, alone_of: Alone
 ) -> None:
     folder, alone = alone_of(name)
-    for found in two.run(tell, folder, None, True, False, CASES[name].source):
+    shares = CASES[name].source, False, CASES[name].is_sequence_parallel
+    for found in two.run(tell, folder, None, True, False, *shares):
         assert _are_equal(found, alone)
 
 
@@ -248,6 +260,13 @@ def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, alone_o
     name = "tokens that travel to experts, a dense layer, a shared expert"
     folder, alone = alone_of(name)
     for found in two.run(tell, folder, fault, False, False, CASES[name].source):
+        assert not _are_equal(found, alone)
+
+
+def test_rows_of_another_rank_show_in_a_dense_model(two: RankProcesses, alone_of: Alone) -> None:
+    folder, alone = alone_of("sequence-parallel, QK-norm, biases")
+    fault = "another rank's rows"
+    for found in two.run(tell, folder, fault, False, False, AS_PUBLISHED, False, True):
         assert not _are_equal(found, alone)
 
 
@@ -300,7 +319,7 @@ def test_logits_are_those_of_transformers(
     theirs = reference_logits(tmp_path, token_ids)
     ours, *others = two.run(logits_of, tmp_path, token_ids)
     assert_same_logits(ours, theirs)
-    for again in others + two.run(logits_of, tmp_path, token_ids):
+    for again in others + two.run(logits_of, tmp_path, token_ids, AS_PUBLISHED, True):
         assert torch.equal(ours, again)
 
 

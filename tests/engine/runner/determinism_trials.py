@@ -12,6 +12,7 @@ import torch
 
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
+from engine.runner.executor_options import DEFAULT_OPTIONS, ExecutorOptions
 from tests.engine.runner.step_driver import StepDriver
 
 LENGTH = 150
@@ -24,8 +25,14 @@ def one_prompt(seed: int) -> list[int]:
     return [rng.randrange(NUM_IDS) for _ in range(LENGTH)]
 
 
-def fixed_driver(model: CausalLM, seed: int, comm: Comm = SINGLE_RANK) -> StepDriver:
-    return StepDriver(model, seed=seed, block_size=16, num_blocks=160, fixed_tile=True, comm=comm)
+def fixed_driver(
+    model: CausalLM,
+    seed: int,
+    comm: Comm = SINGLE_RANK,
+    options: ExecutorOptions = DEFAULT_OPTIONS,
+) -> StepDriver:
+    sizes = {"block_size": 16, "num_blocks": 160}
+    return StepDriver(model, seed=seed, **sizes, fixed_tile=True, comm=comm, options=options)
 
 
 def hash_ways(start: Start, num_trials: int) -> set[str]:

@@ -170,7 +170,9 @@ def test_what_was_asked_for_and_cannot_be_captured_is_an_error(
         build_prompt_sizes(_config(**laps), SIZES, attention, uses_graphs=False)
 
 
-def test_steps_with_drafts_are_captured_as_far_as_they_can_be() -> None:
+def test_steps_with_drafts_are_captured_as_far_as_they_can_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def captured(asked: SpeculationConfig, most: int, *, can_capture: bool = True) -> list[int]:
         attention = _attention(can_capture_prompts=can_capture)
         sizes = replace(SIZES, max_verify_tokens=most)
@@ -181,7 +183,11 @@ def test_steps_with_drafts_are_captured_as_far_as_they_can_be() -> None:
     assert auto.max_graph_tokens == "auto"
     assert captured(auto, 40)[-1] == 40
     assert captured(auto, 512)[-1] == 4 * SIZES.max_rows
-    assert captured(auto, 512, can_capture=False) == captured(auto, 0) == []
+    caplog.set_level("INFO")
+    assert captured(auto, 0) == []
     assert captured(SpeculationConfig(), 512) == []  # what drafts has no steps with drafts
+    assert not caplog.messages
+    assert captured(auto, 512, can_capture=False) == []
+    assert "steps with drafts replay no graphs of their own" in caplog.text
     with pytest.raises(ConfigError, match=r"speculation\.max_graph_tokens.*attention_backend"):
         captured(msgspec.structs.replace(auto, max_graph_tokens=40), 40, can_capture=False)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tests.harness.fakes import NOT_FINITE, FakeExecutor, Written
 
@@ -37,6 +38,7 @@ class FakeHostTier:
     loads: list[FakeLoad] = field(default_factory=list)
     num_loaded: int = 0
     num_finds: int = 0
+    stores: Literal["evicted", "answers"] = "evicted"
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         assert self.executor is not None

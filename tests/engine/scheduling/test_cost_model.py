@@ -71,6 +71,7 @@ def _fit(machine: Machine, seed: int, num_steps: int = 2000) -> CostModel:
     for work in itertools.islice(works, num_steps):
         pause = rng.uniform(3, 30) if rng.random() < 0.03 else 1.0
         model.observe(work, machine(work) * rng.gauss(1.0, 0.03) * pause)
+        model.fit_if_due()
     return model
 
 
@@ -107,6 +108,7 @@ def test_a_prior_of_the_wrong_scale_is_scaled_where_nothing_was_seen() -> None:
     for i in range(model.MIN_SAMPLES):
         work = StepWork(num_decode_rows=1 + i % 4, num_decode_keys=500)
         model.observe(work, 20.0 * PRIOR.step_seconds(work))
+        model.fit_if_due()
     assert model.costs.is_fitted
     assert model.costs.seconds(8000, 0) == pytest.approx(20.0 * PRIOR.seconds(8000, 0), rel=0.05)
 
@@ -118,6 +120,7 @@ def test_before_the_first_fit_the_prior_stands_and_a_coarse_clock_teaches_nothin
         model.observe(NO_WORK, 1.0)
     for _ in range(model.MIN_SAMPLES - 1):
         model.observe(StepWork(num_decode_rows=3), 1.0)
+    model.fit_if_due()
     assert model.costs is PRIOR
     assert not model.costs.is_fitted
     with pytest.raises(AssertionError, match="nan"):
@@ -132,6 +135,7 @@ def test_thousands_of_decode_steps_do_not_push_the_prompts_out() -> None:
         rows = rng.randrange(1, 30)
         work = StepWork(num_decode_rows=rows, num_decode_keys=rows * 300)
         model.observe(work, machine(work) * rng.gauss(1.0, 0.03))
+        model.fit_if_due()
     true_s = machine(NO_WORK.with_prompt(1500, 0))
     assert model.costs.seconds(1500, 0) == pytest.approx(true_s, rel=0.1)
 
@@ -140,6 +144,7 @@ def test_equal_steps_are_fitted_without_a_division_by_zero() -> None:
     model = CostModel()
     for _ in range(200):
         model.observe(StepWork(num_decode_rows=1, num_decode_keys=10), 0.004)
+        model.fit_if_due()
     work = StepWork(num_decode_rows=1, num_decode_keys=10)
     assert model.costs.step_seconds(work) == pytest.approx(0.004, rel=0.01)
 

@@ -13,6 +13,7 @@ from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.fake_host_tier import FakeHostTier
 from tests.engine.scheduling.world import MAX_MODEL_LEN, World
 from tests.harness.fakes import EMPTY, VOCAB_SIZE, FakeExecutor
+from tests.harness.seeds import fresh_random
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 300
@@ -22,7 +23,9 @@ AMPLE = BlockTerms(num_spare_blocks=0)
 class Loads:
     """The loads of requests of 2,000 tokens, of which the tier has the first `num_stored` blocks"""
 
-    def __init__(self, num_stored: int = 100, block_s: float = 1e-6) -> None:
+    def __init__(
+        self, num_stored: int = 100, block_s: float = 1e-6, max_step_tokens: int = 8192
+    ) -> None:
         self.cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
         self.tier = FakeHostTier(block_s=block_s)
         self.tier.executor = FakeExecutor(
@@ -35,7 +38,7 @@ class Loads:
         self.hashes = [bytes([i % 256, i // 256] * 8) for i in range(200)]
         for block_hash in self.hashes[:num_stored]:
             self.tier.blocks[block_hash] = [EMPTY] * BLOCK_SIZE
-        self.loads = HostLoads(self.tier, self.cache, BLOCK_SIZE)
+        self.loads = HostLoads(self.tier, self.cache, BLOCK_SIZE, max_step_tokens)
 
     def request(self, name: str, num_tokens: int = 2000) -> Request:
         request = Request(
@@ -108,11 +111,43 @@ def test_a_load_that_stalls_costs_a_tenth_of_computing_everything(num_landed: in
     assert not world.loads.is_active
 
 
+def test_a_prompt_of_several_steps_waits_no_longer_for_a_load_that_stalls() -> None:
+    """Each step has a floor: what has landed saves less than one large step would have taken."""
+    world = Loads(max_step_tokens=900)
+    request = world.request("a")
+    assert world.is_awaited(request, 5.0)
+    world.land(10)
+    rest_s = [PRIOR.seconds(n, cached) for n, cached in ((900, 160), (900, 1060), (40, 1960))]
+    all_s = [PRIOR.seconds(n, cached) for n, cached in ((900, 0), (900, 900), (200, 1800))]
+    assert world.loads.due_s == pytest.approx(5.0 + 1.1 * sum(all_s) - sum(rest_s), rel=1e-9)
+    world.loads.forget(request.key)
+    world.cache.release(world.land(0))
+
+
+def test_what_the_device_has_counts_where_a_load_stalls() -> None:
+    """Attention to it is part of what computing the rest takes."""
+    world = Loads()
+    held = world.cache.allocate(40)
+    assert held is not None
+    for i, block_id in enumerate(held):
+        world.cache.index(block_id, world.hashes[i], world.hashes[i - 1] if i else None)
+    request = world.request("a")
+    assert world.is_awaited(request, 5.0)
+    world.land(20)
+    all_s = PRIOR.seconds(2000 - 640, 640)
+    limit_s = 1.1 * all_s - PRIOR.seconds(2000 - 960, 960)
+    assert world.loads.due_s == pytest.approx(5.0 + limit_s, rel=1e-9)
+    world.loads.forget(request.key)
+    world.cache.release(world.land(0))
+    world.cache.release(held)
+
+
 def test_what_is_sooner_computed_is_not_loaded() -> None:
     slow = Loads(block_s=0.01)
     assert not slow.is_awaited(slow.request("a"), 0.0)
     assert slow.loads.statistics().num_unworthy_blocks == 100
     assert not slow.tier.loads
+    assert slow.loads.num_uncached(slow.request("b"), 2000) == 2000, "it counts as computed"
     few = Loads(num_stored=0)
     assert not few.is_awaited(few.request("a"), 0.0)
     assert few.loads.statistics().num_asked_blocks == 124
@@ -228,3 +263,31 @@ def test_every_request_gets_its_tokens_from_blocks_that_come_and_go(
     _play(world, rng)
     assert tier.num_loaded > 0
     assert MAX_MODEL_LEN == 40
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_an_answer_has_filled_is_stored_when_it_ends_and_is_what_it_should_be(
+    overlap: bool,
+) -> None:
+    """`FakeHostTier.save` compares it with what else was stored under its name."""
+    tier = FakeHostTier(rng=fresh_random(), stores="answers")
+    world = World(Scheduler, overlap=overlap, host_tier=tier)
+    _play(world, fresh_random())
+    assert tier.blocks
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_only_whole_blocks_of_the_answer_are_stored(is_aborted: bool) -> None:
+    """Of 6 prompt tokens and 12 more, the last of which is not computed: blocks 1 to 3 of 4."""
+    tier = FakeHostTier(stores="answers")
+    world = World(Scheduler, overlap=False, host_tier=tier)
+    params = SamplingParams(max_tokens=20 if is_aborted else 12, ignore_eos=True)
+    world.add([1, 2, 3, 4, 5, 6], params, 1, 0, None, moves=False)
+    if is_aborted:
+        for _ in range(12):
+            assert not tier.blocks
+            world.step()
+        world.abort(0)
+    else:
+        world.drain()
+    assert len(tier.blocks) == 3

@@ -72,7 +72,7 @@ class World:
             NUM_BLOCKS,
             enable_prefix_caching=True,
             protected_share=0.5,
-            on_evict=None if host_tier is None else host_tier.save,
+            on_evict=host_tier.save if host_tier and host_tier.stores == "evicted" else None,
         )
         self.executor = FakeExecutor(
             num_blocks=NUM_BLOCKS,

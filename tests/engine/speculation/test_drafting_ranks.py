@@ -136,6 +136,7 @@ def test_a_draft_model_over_two_ranks_is_as_right_as_the_target(
         "speculation__model_path": str(tmp_path),
         "scheduler__overlap": True,
         "cache__num_blocks": 128,
+        "workers__sequence_parallel_min_tokens": 8,
     }
     alone = start_exact(tmp_path, speculation__drafter="none")
     with exact_drafts(), LedRanks(ranks, start_drafting, str(tmp_path), settings) as led:

@@ -214,6 +214,15 @@ def test_heads_that_do_not_fit(
             },
             "states of inner layers",
         ),
+        (
+            {
+                "workers.tensor_parallel_size": 2,
+                "workers.sequence_parallel_min_tokens": 8,
+                "execution.enable_two_batch_overlap": True,
+                "execution.tbo_min_prompt_tokens": 8,
+            },
+            "with workers.sequence_parallel_min_tokens .* keep no states of inner layers",
+        ),
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
         ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
         ({"speculation.model_path": None}, "needs the folder"),

@@ -299,6 +299,12 @@ def test_unknown_requests_are_asked_where_drafts_pay_by_what_others_accept(
     assert controller.max_drafts(newcomers[:1]) == [RULES.first_drafts]
 
 
+def test_a_decision_says_whether_the_drafter_was_asked() -> None:
+    controller = SpeculationController()
+    assert controller.plan(offer([0, 2]), FITTED).was_asked
+    assert not controller.plan(offer([0, 0]), FITTED).was_asked
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_that_differ_by_chance_alone_are_alike(seed: int) -> None:
     """Most of 64 have all four drafts accepted, and an unlucky one none of its first."""

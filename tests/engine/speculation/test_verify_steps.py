@@ -10,7 +10,7 @@ import torch
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.runner.graph_sizes import split_verify_sizes, verify_sizes
-from engine.runner.split_decodes import split_of
+from engine.runner.overlap.split_decodes import split_of
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.attention.reference import ReferenceAttention

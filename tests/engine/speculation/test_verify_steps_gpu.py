@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.request import SamplingParams
 from engine.runner.graphs import CudaRecorder
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
 from tests.engine.speculation.guessed_engines import Asked, assert_same, guess, run
 from tests.harness.in_process import Answer
 from tests.harness.seeds import seed_of

@@ -8,7 +8,7 @@ from engine.engine import Engine
 from engine.models.llama import attention_shape
 from engine.runner.graph_sizes import verify_sizes
 from engine.runner.graphs import GraphOutput
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import RowTensors
 from tests.engine.runner.graph_story import RerunRecorder, RowTensorAttention

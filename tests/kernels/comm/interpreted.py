@@ -12,8 +12,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from kernels.comm import reference
+from kernels.comm.gather_stream import gather_stream
 from kernels.comm.packets import sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.share_stream import fits_share_stream, share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
 from kernels.comm.stream import DEPTH, PIECE_BYTES, fits_stream, stream_add_norm
@@ -115,13 +117,17 @@ def check_norms(seed: str, num_ranks: str) -> None:
 
 
 def check_stream(seed: str, num_ranks: str) -> None:
-    """Ranks in processes of their own, which do wait: places are used again within a call."""
+    """Ranks in processes of their own, which do wait: places are used again within a call.
+
+    Calls of whole sums, and of shares of them that are then gathered, take turns in the same slots.
+    """
     rng, size = random.Random(seed), int(num_ranks)
     torch.manual_seed(rng.randrange(2**32))
     width, num_blocks = rng.choice((2048, 6144)), rng.choice((1, 2))
     rows_of_piece = PIECE_BYTES // 4 // width
     num_rows = rows_of_piece * num_blocks * DEPTH + rng.randrange(1, 3 * rows_of_piece)
-    parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(3)]
+    num_shared = -(-num_rows // size)
+    parts = [[_draw((num_rows, width), torch.float32) for _ in range(size)] for _ in range(4)]
     residual, weight = _draw((num_rows, width), torch.float32), _draw((width,), torch.float32)
     slot_bytes = DEPTH * size * num_blocks * PIECE_BYTES
     num_words = (DATA_BEGINS + 2 * slot_bytes) // 8
@@ -135,9 +141,20 @@ def check_stream(seed: str, num_ranks: str) -> None:
         count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
         view = PeerMemory(rank=rank, memories=tuple(memories), count=count, max_blocks=num_blocks)
         assert fits_stream(residual, view)
+        assert fits_share_stream(residual, view)
+        begin = min(rank * num_shared, num_rows)
+        rows = slice(begin, min(begin + num_shared, num_rows))
+        padded = torch.zeros(num_shared, width)
+        padded[: rows.stop - rows.start] = residual[rows]
         for call, own in enumerate(parts):
-            given = own[rank].clone(), residual.clone(), weight, EPS, view
-            found[rank][call] = torch.stack(stream_add_norm(*given))
+            if call % 2 == 0:
+                given = own[rank].clone(), residual.clone(), weight, EPS, view
+                found[rank][call] = torch.stack(stream_add_norm(*given))
+                continue
+            given = own[rank], padded.clone(), weight, EPS, view
+            both = share_stream_add_norm(*given)
+            for one, own_rows in zip(found[rank][call], both, strict=True):
+                one.copy_(gather_stream(own_rows, view)[:num_rows])
 
     processes = [mp.get_context("fork").Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:
@@ -150,7 +167,7 @@ def check_stream(seed: str, num_ranks: str) -> None:
         expected = torch.stack(reference.sum_add_norm(own, residual.clone(), weight, EPS))
         for one in found:
             assert torch.equal(one[call], found[0][call]), what
-            torch.testing.assert_close(one[call], expected, msg=what)
+            torch.testing.assert_close(one[call], expected, msg=f"call {call}, {what}")
 
 
 def check_packets(seed: str, num_ranks: str) -> None:

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from kernels.comm import packets, shares, signals, stream, sums
+from kernels.comm import gather_stream, packets, share_stream, shares, signals, stream, sums
 from kernels.comm.packets import sum_by_packets_add_norm
 from kernels.comm.peer_memory import PeerMemory, grid_of
+from kernels.comm.share_stream import share_stream_add_norm
 from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS
 from kernels.comm.stream import stream_add_norm
@@ -50,16 +51,20 @@ def test_packets_are_added_and_taken_away() -> None:
 
 @pytest.mark.parametrize("two_shots", [False, True])
 def test_it_compiles_for_an_h200(two_shots: bool) -> None:
-    memories = tuple(torch.zeros((DATA_BEGINS + 2**22) // 8, dtype=torch.int64) for _ in range(2))
+    memories = tuple(torch.zeros((DATA_BEGINS + 2**22) // 8, dtype=torch.int64) for _ in range(4))
     count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
     memory = PeerMemory(rank=1, memories=memories, count=count, max_blocks=H200.num_sms)
     x = torch.zeros(16, 5120, dtype=torch.bfloat16)
-    with compiled_for(H200, packets, sums, shares, signals, stream) as shared_bytes:
+    with compiled_for(
+        H200, packets, sums, shares, signals, stream, share_stream, gather_stream
+    ) as shared_bytes:
         if not two_shots:
             sum_by_packets_add_norm(x, x.clone(), x[0], 1e-6, memory)
             gather_shares(x, memory)
             scatter_sum(x, memory)
             stream_add_norm(x, x.clone(), x[0], 1e-6, memory)
+            gather_stream.gather_stream(x, memory)
+            share_stream_add_norm(x, x[:4].clone(), x[0], 1e-6, memory)
         sum_over_ranks(x, memory, two_shots=two_shots)
         sum_add_norm(x, x.clone(), x[0], 1e-6, memory, two_shots=two_shots)
     assert shared_bytes

@@ -317,8 +317,10 @@ def test_every_prompt_is_new_and_within_the_vocabulary(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench) -> None:
-    figures = {f.name: f for f in measure_host_work(bench.ours, bench.prompts(4, 20), num_tokens=9)}
+def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench, tmp_path: Path) -> None:
+    kept = tmp_path / "turns.jsonl"
+    measured = measure_host_work(bench.ours, bench.prompts(4, 20), num_tokens=9, turns=kept)
+    figures = {f.name: f for f in measured}
     parts = [figures[f"host: {part}"].value for part in ("plan", "launch", "commit")]
     assert min(parts) > 0
     assert figures["host: sum of these"].value == pytest.approx(sum(parts))
@@ -327,6 +329,13 @@ def test_the_hosts_work_is_measured_over_steps_of_all_rows(bench: Bench) -> None
         assert 0 < figures[f"{name}, p50"].value <= figures[f"{name}, p99"].value
         of_device = figures[f"{name}, p99 of the device above its neighbours"].value
         assert 0 < of_device < figures[f"{name}, p99"].value
+    told = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [turn["run"] for turn in told] == sorted(turn["run"] for turn in told)
+    assert {turn["run"] for turn in told} == {"alone", "beside"}
+    for turn in told:
+        parts_ms = [turn[part] for part in ("plan", "launch", "catch_up", "wait", "commit")]
+        assert sum(part_ms for part_ms in parts_ms if part_ms > 0) <= turn["took"] * (1 + 1e-9)
+    assert all(turn["device"] > 0 for turn in told)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from engine.layers.context import SINGLE_RANK
 from engine.ranks.rank import WHOLE_MODEL
-from engine.runner.overlap_rule import H200, OverlapCosts, OverlapRule, layer_costs
+from engine.runner.overlap.rule import H200, OverlapCosts, OverlapRule, layer_costs
 from load_tests.lab import bench_shared_beside, bench_two_batches
 from load_tests.lab.bench_shared_beside import Size
 from load_tests.lab.bench_two_batches import SameSteps, Trial, render_decodes, render_prompts

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import pytest
 from configs.load import load_config
 from engine.cost_model import PRIOR
 from load_tests.http_load.client import LoadError
-from load_tests.lab import bench_deployments
+from load_tests.lab import bench_deployments, mixed_sweep
 from load_tests.lab.bench_deployments import Bench, build_parser
 from load_tests.lab.deployments import Deployment, Place, router_command, server_commands
+from load_tests.lab.mixed_http import Asking, HttpClients
 from load_tests.lab.server_process import ROOT, ServerCommand, ServerProcess, end_all
+from load_tests.mixed_load import WARM_UP_SEED, MixedLoad, OverloadError, Served
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
 
 MODEL = ROOT / "demo_model" / "laps-demo"
@@ -80,13 +83,14 @@ def place_in(folder: Path, **changes: object) -> Place:
         ("4u", Deployment(name="4u", unified=4)),
         ("3p1d:60,88.5", Deployment(name="3p1d", prefill=3, decode=1, rates=(60.0, 88.5))),
         ("12vllm", Deployment(name="12vllm", vllm=12)),
+        ("2u@4:9", Deployment(name="2u@4", unified=2, ranks=4, rates=(9.0,))),
     ],
 )
 def test_a_name_says_how_many_workers_of_each_role(text: str, expected: Deployment) -> None:
     assert Deployment.parse(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "u", "0u", "4x", "2p", "4u:fast", "4U"])
+@pytest.mark.parametrize("text", ["", "u", "0u", "4x", "2p", "4u:fast", "4U", "2u@3", "@2"])
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         Deployment.parse(text)
@@ -108,6 +112,9 @@ def test_an_application_sees_its_gpus_and_none_of_another_cluster(tmp_path: Path
     first = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
     last = "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
     assert int(split.environment[last]) < int(other.environment[first])
+    elsewhere = place_in(tmp_path, index=0, first_replica_port=62_000)
+    [meanwhile] = server_commands(Deployment.parse("1u"), elsewhere)
+    assert meanwhile.environment[first] == "62000"
     with pytest.raises(ValueError, match="2p3d needs 5 GPUs"):
         server_commands(Deployment.parse("2p3d"), place_in(tmp_path))
 
@@ -117,6 +124,23 @@ def test_without_gpus_workers_compute_on_the_processor(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in command.environment
     config = load_config(tmp_path / "h200_unified_x4.yaml", {})
     assert (config.model.device, config.workers.num_gpus) == ("cpu", 0)
+
+
+def test_workers_of_several_ranks_have_as_many_gpus_each(tmp_path: Path) -> None:
+    [gangs] = server_commands(Deployment.parse("2u@2"), place_in(tmp_path))
+    assert gangs.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    config = load_config(tmp_path / "h200_tp2.yaml", {})
+    assert (config.workers.unified, config.workers.tensor_parallel_size) == (2, 2)
+    first, second, _ = server_commands(Deployment.parse("2vllm@2"), place_in(tmp_path))
+    [whole, _] = server_commands(Deployment.parse("1vllm"), place_in(tmp_path))
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert first.words[first.words.index("--tensor-parallel-size") + 1] == "2"
+    kv_bytes = [
+        int(one.words[one.words.index("--kv-cache-memory-bytes") + 1]) for one in (first, whole)
+    ]
+    assert kv_bytes[0] * 2 == kv_bytes[1]  # of a GPU
+    with pytest.raises(ValueError, match="3u@2 needs 6 GPUs"):
+        server_commands(Deployment.parse("3u@2"), place_in(tmp_path))
 
 
 def test_vllm_has_a_gpu_a_server_and_as_much_kv_as_ours(tmp_path: Path) -> None:
@@ -321,6 +345,8 @@ def test_searches_take_turns_until_the_time_is_over(
     bench = Bench(args)
     allowed = iter([True] * 6)  # the start, a rate of each, and three steps of searches
     monkeypatch.setattr(bench._budget, "allows", lambda what, seconds: next(allowed, False))
+    # A pause of this machine of 50 ms would be a backlog that grows.
+    monkeypatch.setattr(mixed_sweep, "is_good", lambda point, limits: True)
     bench.run()
     assert [(point.variant, point.rate) for point in bench.results.points] == [
         ("1u", 20.0),
@@ -331,7 +357,27 @@ def test_searches_take_turns_until_the_time_is_over(
     ]
     assert bench.results.best_rates == {"1u": 31.25, "2u": 25.0}
     assert bench.results.cut_searches == ["1u", "2u"]
-    assert "- 1u: 31.2/s or more: the search was cut\n" in bench.results.render()
+    line = r"- 1u: 31\.2/s \([\d,]+ prompt tokens/s\) or more: the search was cut\n"
+    assert re.search(line, bench.results.render())
+
+
+@pytest.mark.usefixtures("like_ours")
+def test_a_warm_up_that_is_refused_loses_no_deployment(
+    switches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = HttpClients.serve
+
+    def refuse_warm_up(
+        self: HttpClients, url: str, load: MixedLoad, vocab_size: int, how: Asking
+    ) -> list[Served]:
+        if load.seed == WARM_UP_SEED:
+            raise OverloadError("300 tokens are queued")
+        return serve(self, url, load, vocab_size, how)
+
+    monkeypatch.setattr(HttpClients, "serve", refuse_warm_up)
+    bench = Bench(build_parser().parse_args(["1u", *switches]))
+    bench.run()
+    assert [(point.variant, point.rate) for point in bench.results.points] == [("1u", 20.0)]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,12 @@ def test_a_backlog_is_who_had_arrived_and_not_ended() -> None:
     assert run.quarters == pytest.approx((0.0, 1.0))
 
 
+def test_prompt_tokens_a_second_are_those_that_were_drawn() -> None:
+    point = point_of(run_of(served(0, 9), served(30, 19)), run_of(served(1, 9)))
+    assert point.prompt_tokens_per_s == pytest.approx(3 * 9 / 80)
+    assert point.to_builtins(None)["prompt_tokens_per_s"] == 0.3
+
+
 @pytest.mark.parametrize(("rate", "is_growing"), [(5, False), (9.5, False), (12, True), (20, True)])
 def test_a_backlog_grows_beyond_capacity(rate: float, is_growing: bool) -> None:
     assert point_of(queue_run(rate, 10.0), queue_run(rate, 10.0)).is_growing is is_growing
@@ -165,7 +171,7 @@ def test_a_sweep_finds_the_highest_good_rate_and_keeps_what_it_measured(tmp_path
     assert (written["best_rates"], written["cut_searches"]) == ({"laps": best}, [])
     assert [p["rate"] for p in written["points"]] == [p.rate for p in results.points]
     assert set(written["points"][0]["by_seed"]) == {"7", "8"}
-    assert f"laps: {best:.3g}/s\n" in results.render()
+    assert f"laps: {best:.3g}/s (2 prompt tokens/s)\n" in results.render()
 
 
 def test_a_rate_with_refusals_is_not_good_and_the_search_goes_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from engine.cost_model import PRIOR
 from load_tests.lab.validate_deployments import (
     Compared,
     RoleCosts,
+    check_ranks,
     choose_costs,
     compare,
     main,
@@ -75,6 +76,12 @@ def test_costs_are_those_of_workers_of_the_same_role(run: MeasuredRun) -> None:
         choose_costs(run, "3u")
     with pytest.raises(ValueError, match="--costs"):
         choose_costs(msgspec.structs.replace(run, step_costs={}), None)
+
+
+def test_workers_of_other_sizes_have_no_costs_in_common() -> None:
+    check_ranks(["2u@2", "1p1d@2"])
+    with pytest.raises(ValueError, match="4u and 2u@2: measure them to a file each"):
+        check_ranks(["4u", "2u@2"])
 
 
 def test_a_deployment_is_simulated_as_it_was_configured(run: MeasuredRun) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.runner.overlap_tuning import NUM_STEPS, OverlapTuner, adaptive_lag
+from engine.runner.overlap.tuning import NUM_STEPS, OverlapTuner, adaptive_lag
 
 SIZES = (512, 2048, 8192, 32768)
 

@@ -9,7 +9,7 @@ from configs.schema import ExecutionConfig
 from engine.errors import ConfigError
 from engine.models.spec import load_spec
 from engine.ranks.rank import Rank
-from engine.runner.overlap_rule import (
+from engine.runner.overlap.rule import (
     H200,
     MIN_GAIN,
     LayerCosts,

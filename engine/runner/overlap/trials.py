@@ -23,8 +23,8 @@ from engine.plan import StepPlan
 from engine.ranks.agreement import value_of_first
 from engine.runner.calibration import Room, TimedSteps
 from engine.runner.executor import Executor
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.overlap_tuning import MIN_SPEEDUP, NUM_STEPS, OverlapTuner, adaptive_lag
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.tuning import MIN_SPEEDUP, NUM_STEPS, OverlapTuner, adaptive_lag
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
 
 # Below these, others have found two batches slower whatever the model (SGLang's MIN_TBO_BS).

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.layers.context import SINGLE_RANK, Comm, SingleRank
 from engine.models.registry import build_model
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
 from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.rank_processes import RankProcesses

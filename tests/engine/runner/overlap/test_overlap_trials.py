@@ -12,8 +12,8 @@ from engine.plan import StepPlan
 from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.auto import StepSizes
 from engine.runner.calibration import Room, TimedSteps
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.overlap_trials import OverlapTrials, TimedLanes
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.trials import OverlapTrials, TimedLanes
 from tests.engine.ranks.exact_models import build_exact, save_whole_numbers
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.tiny_models import save_model
@@ -90,6 +90,6 @@ def test_only_what_is_sent_is_timed() -> None:
     flow = Flow(ctx=None, x=torch.ones(2))  # type: ignore[arg-type]
     lanes.issue(Op("compute", lambda flow: None), flow)
     assert lanes.seconds() == 0
-    with patch("engine.runner.overlap_trials.time.perf_counter", iter((1.0, 1.5)).__next__):
+    with patch("engine.runner.overlap.trials.time.perf_counter", iter((1.0, 1.5)).__next__):
         lanes.issue(Op("send", lambda flow: None, lane=Lane.SEND), flow)
     assert lanes.seconds() == 0.5

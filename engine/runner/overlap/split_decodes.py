@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.layers.context import ForwardContext
 from engine.models.llama import ForwardResult
-from engine.runner.batch_splits import BatchSplit, split_sequences
 from engine.runner.graph_sizes import GraphSize
-from engine.runner.two_batches import TwoBatches
+from engine.runner.overlap.batch_splits import BatchSplit, split_sequences
+from engine.runner.overlap.two_batches import TwoBatches
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep, RowTensors
 

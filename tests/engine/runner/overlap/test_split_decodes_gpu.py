@@ -13,17 +13,17 @@ from engine.models.registry import build_model
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.graphs import CudaRecorder
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
 from kernels.attention.names import AttentionName, AttentionNames
 from tests.engine.runner.graph_story import LogitSampler, decode_ahead
-from tests.engine.runner.step_driver import StepDriver
-from tests.engine.runner.test_two_batches_gpu import (
+from tests.engine.runner.overlap.test_two_batches_gpu import (
     LATENT,
     MAX_ERROR,
     SPLIT,
     LateSums,
     _save,
 )
+from tests.engine.runner.step_driver import StepDriver
 from tests.harness.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.runner.batch_splits import (
+from engine.runner.overlap.batch_splits import (
     BatchSplit,
     balanced_row,
     half_row,

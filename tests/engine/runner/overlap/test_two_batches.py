@@ -19,11 +19,11 @@ from engine.models.llama import Export
 from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.ranks.rank import WHOLE_MODEL
-from engine.runner.batch_splits import BatchSplit
 from engine.runner.dp_meetings import Meeting
 from engine.runner.inputs import InputBatch
-from engine.runner.overlap_rule import OverlapRule
-from engine.runner.two_batches import TwoBatches, first_half, second_half
+from engine.runner.overlap.batch_splits import BatchSplit
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.two_batches import TwoBatches, first_half, second_half
 from kernels.attention.protocol import build_step
 from tests.engine.ranks.exact_models import (
     SnappingOps,
@@ -244,7 +244,7 @@ class LateLanes(InlineLanes):
 def test_nothing_reads_a_sum_before_it_waits(exact: Path) -> None:
     late = LateLanes()
     whole = tell(SINGLE_RANK, exact)
-    with patch("engine.runner.two_batches.InlineLanes", lambda: late):
+    with patch("engine.runner.overlap.two_batches.InlineLanes", lambda: late):
         assert _same(tell(SINGLE_RANK, exact, overlaps=True), whole)
     assert late.num_late > 0
 

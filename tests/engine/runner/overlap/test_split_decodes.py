@@ -17,15 +17,15 @@ from engine.models.registry import build_model
 from engine.ranks.rank import WHOLE_MODEL
 from engine.runner.executor_options import ExecutorOptions
 from engine.runner.graph_sizes import decode_sizes, ragged_sizes
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.rule import OverlapRule
+from engine.runner.overlap.split_decodes import halves_of_rows, split_of
 from engine.runner.shared_stream import SharedExpertStream
-from engine.runner.split_decodes import halves_of_rows, split_of
 from kernels.attention.protocol import build_step
 from tests.engine.ranks.exact_models import build_exact, save_whole_numbers, snapped_mixtures
 from tests.engine.ranks.rank_stories import tell
 from tests.engine.runner.graph_story import RerunRecorder, decode_ahead
+from tests.engine.runner.overlap.test_two_batches import LateLanes, _same
 from tests.engine.runner.step_driver import StepDriver
-from tests.engine.runner.test_two_batches import LateLanes, _same
 from tests.harness.tiny_models import save_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_captured_halves_give_the_bits_of_whole_steps(exact: Path) -> None:
     whole = tell(SINGLE_RANK, exact)
     assert _same(tell(SINGLE_RANK, exact, captures=True, overlaps=True), whole)
-    with patch("engine.runner.two_batches.InlineLanes", LateLanes):
+    with patch("engine.runner.overlap.two_batches.InlineLanes", LateLanes):
         assert _same(tell(SINGLE_RANK, exact, captures=True, overlaps=True), whole)
 
 

@@ -38,10 +38,10 @@ from engine.layers.schedules import (
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import BatchSplit, split_sequences, split_step, verifies_all
 from engine.runner.graphs import OverlapStatistics
 from engine.runner.inputs import InputBatch, RowCounts, write_idle_batch
-from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap.batch_splits import BatchSplit, split_sequences, split_step, verifies_all
+from engine.runner.overlap.rule import OverlapRule
 from engine.runner.step_buffers import StepBuffers
 from kernels.attention.protocol import AttentionStep, RowTensors
 

@@ -2,7 +2,7 @@
 
 Pure and replayable: the same measurements in the same order give the same decisions. All ranks of
 a worker must split the same steps, and each measures other times, so nothing changes while serving:
-`overlap_trials.py` measures before a worker is ready.
+`trials.py` measures before a worker is ready.
 """
 
 from collections.abc import Sequence
