@@ -1,9 +1,11 @@
 """A headless browser, and a server of the page with recorded answers instead of an application."""
 
+import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from html import unescape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -27,18 +29,41 @@ def browser() -> str:
     return found
 
 
+# Keeps each frame's page as text, which is all that is left of it in the document's own.
+_KEEPING = """
+setTimeout(() => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const kept = document.createElement("pre");
+    kept.id = frame.name;
+    kept.textContent = frame.contentDocument.documentElement.outerHTML;
+    document.body.append(kept);
+  }
+}, %d);
+"""
+
+
 @contextmanager
 def serving(answer: Answer, probe: str = "") -> Iterator[str]:
     """URL of the page as the ingress serves it, with the script `probe` run after its own."""
-    num_asked = iter(range(10**9))
+    with _serving({"app": answer}, probe) as url:
+        yield f"{url}/app/laps"
+
+
+@contextmanager
+def _serving(answers: Mapping[str, Answer], probe: str = "", index: str = "") -> Iterator[str]:
+    """URL of a server that has the page in a folder for each of `answers`, and `index` above."""
+    nums_asked = {name: iter(range(10**9)) for name in answers}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/app/laps":
+            name, _, file = self.path.removeprefix("/").rpartition("/")
+            if not name and not file:
+                self._send(200, "text/html", index.encode(), {})
+            elif name in answers and file == "laps":
                 script = f"<script>{probe}</script>".encode()
                 self._send(200, "text/html", laps_page() + script, PAGE_HEADERS)
-            elif self.path == "/app/laps_status":
-                status, body = answer(next(num_asked))
+            elif name in answers and file == "laps_status":
+                status, body = answers[name](next(nums_asked[name]))
                 self._send(status, "application/json", body, {"Cache-Control": "no-store"})
             else:
                 self._send(404, "text/plain", b"", {})
@@ -58,11 +83,24 @@ def serving(answer: Answer, probe: str = "") -> Iterator[str]:
     thread = Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/app/laps"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def run_frames(answers: Mapping[str, Answer], profile: Path, page_s: float = 3.0) -> dict[str, str]:
+    """What the page becomes for each of `answers`: one browser shows them beside each other."""
+    frame = '<iframe name="{0}" src="/{0}/laps" width="1200" height="1300"></iframe>'
+    frames = "".join(map(frame.format, answers))
+    script = _KEEPING % round(page_s * 1000)
+    index = f"<!doctype html><body>{frames}<script>{script}</script>"
+    with _serving(answers, index=index) as url:
+        html = run_browser(f"{url}/", profile, "--dump-dom", page_s=page_s + 1.0)
+    kept = re.findall(r'<pre id="(\w+)">(.*?)</pre>', html, re.DOTALL)
+    assert [name for name, _ in kept] == list(answers)
+    return {name: unescape(text) for name, text in kept}
 
 
 def run_browser(

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.actors.ingress import laps_states as states
-from tests.actors.ingress.browser import Answer, run_browser, serving
+from tests.actors.ingress.browser import Answer, run_browser, run_frames, serving
 
 pytestmark = pytest.mark.slow
 
+# The same system as another ingress sees it.
+OTHER = (
+    states.busy()
+    .replace(b"ingress-0123456789abcdef", b"ingress-fedcba9876543210")
+    .replace(b'"num":', b'"num":9')
+)
 UNAVAILABLE = b'{"error": {"message": "actor allocator.1 is not running"}}'
 NARROW_PX = 320
 NO_VALUE = "\N{EN DASH}"
@@ -87,10 +93,43 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Dom:
     return show(tmp_path_factory.mktemp("busy"), always(states.busy()))
 
 
+# Pages that every answer fills alike.
+STILL: dict[str, Answer] = {
+    "guessing": always(states.guessing()),
+    "stopped": always(states.guessing(is_on=False)),
+    "splitting": always(states.splitting()),
+    "off": always(states.off()),
+    "one_worker": always(states.one_worker()),
+    "too_few": always(states.too_few()),
+    "nobody": always(states.nobody()),
+    "quiet": always(states.quiet()),
+    "crowd": always(states.crowd()),
+    "unavailable": lambda _: (503, UNAVAILABLE),
+    "no_status": always(b"{}"),
+}
+
+
 @pytest.fixture(scope="module")
-def guessing(tmp_path_factory: pytest.TempPathFactory) -> Dom:
-    """The page of a system with drafts."""
-    return show(tmp_path_factory.mktemp("guessing"), always(states.guessing()))
+def still(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dom]:
+    """By the names of STILL, of one browser: a start of it takes longer than a page."""
+    pages = run_frames(STILL, tmp_path_factory.mktemp("still") / "profile")
+    return {name: Dom(html) for name, html in pages.items()}
+
+
+# Pages whose server changes what it answers.
+CHANGING: dict[str, Answer] = {
+    "silent": lambda n: (200, states.busy()) if n < 2 else (503, UNAVAILABLE),
+    "back": lambda n: (503, UNAVAILABLE) if 1 <= n <= 4 else (200, states.busy(10 + n)),
+    "no_status_at_first": lambda n: (200, b"{}" if n < 3 else states.busy()),
+    "of_two": lambda n: (200, OTHER if n % 2 else states.busy()),
+}
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dom]:
+    """By the names of CHANGING, after ten seconds."""
+    profile = tmp_path_factory.mktemp("changing") / "profile"
+    return {name: Dom(html) for name, html in run_frames(CHANGING, profile, page_s=10.0).items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +163,22 @@ def test_a_busy_system_is_readable(busy: Dom) -> None:
     assert rows["prefill-3.22997e1f"][1] == "long, away"
 
 
-def test_drafts_are_shown_by_worker_where_there_are_any(
-    busy: Dom, guessing: Dom, load: Callable[..., Dom]
-) -> None:
+def test_drafts_are_shown_by_worker_where_there_are_any(busy: Dom, still: dict[str, Dom]) -> None:
     assert busy.is_hidden("drafts")
-    assert not guessing.is_hidden("drafts")
+    assert not still["guessing"].is_hidden("drafts")
     figures = ["on", "3.50", "91 · 70 · 50 · 39 %", "1,500 (38 %)", "1.62 x", "1.50 x"]
-    found = guessing.rows("drafter")
+    found = still["guessing"].rows("drafter")
     assert found["unified-0.22997e1f"] == ["unified-0", *figures]
-    stopped = load(always(states.guessing(is_on=False))).rows("drafter")
+    stopped = still["stopped"].rows("drafter")
     assert stopped["unified-0.22997e1f"][1] == "off, as it lost time, stopped 1 time"
 
 
 def test_two_batches_and_experts_are_shown_by_worker_where_there_are_any(
-    guessing: Dom, load: Callable[..., Dom]
+    still: dict[str, Dom],
 ) -> None:
-    assert guessing.is_hidden("overlaps")
-    assert guessing.is_hidden("balances")
-    dom = load(always(states.splitting()))
+    assert still["guessing"].is_hidden("overlaps")
+    assert still["guessing"].is_hidden("balances")
+    dom = still["splitting"]
     assert not dom.is_hidden("overlaps")
     found = dom.rows("splitter")
     assert found["unified-0.22997e1f"] == ["unified-0", "5,000", "1,200", "7", "30", "0"]
@@ -174,35 +211,34 @@ def test_the_curves_are_drawn_with_a_gap_where_nothing_came(busy: Dom) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "chip", "notice"),
+    ("name", "chip", "notice"),
     [
-        (states.off(), "pools off", "Pools are off (laps.enable_laps_alloc)"),
-        (states.one_worker(), "pools on, not split", "One worker computes all prompts"),
-        (states.too_few(), "pools on, not split", "2 workers are too few to split"),
-        (states.nobody(), "pools on, not split", "The allocator knows no worker"),
+        ("off", "pools off", "Pools are off (laps.enable_laps_alloc)"),
+        ("one_worker", "pools on, not split", "One worker computes all prompts"),
+        ("too_few", "pools on, not split", "2 workers are too few to split"),
+        ("nobody", "pools on, not split", "The allocator knows no worker"),
     ],
-    ids=["off", "one worker", "too few", "nobody"],
 )
 def test_without_pools_it_says_why(
-    load: Callable[..., Dom], body: bytes, chip: str, notice: str
+    still: dict[str, Dom], name: str, chip: str, notice: str
 ) -> None:
-    dom = load(always(body))
+    dom = still[name]
     assert dom.text('id="pools"') == chip
     assert not dom.is_hidden("notice")
     assert notice in dom.text('id="notice"')
     assert dom.text('id="no-moves"') == "Without pools nothing moves."
 
 
-def test_nothing_yet_looks_empty_and_not_broken(load: Callable[..., Dom]) -> None:
-    dom = load(always(states.quiet()))
+def test_nothing_yet_looks_empty_and_not_broken(still: dict[str, Dom]) -> None:
+    dom = still["quiet"]
     assert "No first token in the last 5 minutes." in dom.html
     assert dom.text('id="no-moves"') == "No worker has changed pools."
     assert dom.card("short")["p50"] == NO_VALUE
     assert "NaN" not in dom.html
 
 
-def test_of_very_many_workers_some_are_shown(load: Callable[..., Dom]) -> None:
-    dom = load(always(states.crowd()))
+def test_of_very_many_workers_some_are_shown(still: dict[str, Dom]) -> None:
+    dom = still["crowd"]
     assert len(dom.rows()) == 100
     assert dom.text('id="more-workers"') == "and 31 more"
 
@@ -219,8 +255,8 @@ def test_figures_follow_the_server(load: Callable[..., Dom]) -> None:
     assert waiting - 3 - 100 in (num_asked[0] - 1, num_asked[0] - 2)  # the last may be under way
 
 
-def test_a_silent_server_is_noticed_and_the_old_figures_stay(load: Callable[..., Dom]) -> None:
-    dom = load(lambda n: (200, states.busy()) if n < 2 else (503, UNAVAILABLE), page_s=8.0)
+def test_a_silent_server_is_noticed_and_the_old_figures_stay(changing: dict[str, Dom]) -> None:
+    dom = changing["silent"]
     assert not dom.is_hidden("banner")
     banner = dom.text('id="banner"')
     assert re.match(r"No answer for \d+ s, what is shown is old", banner), banner
@@ -229,36 +265,31 @@ def test_a_silent_server_is_noticed_and_the_old_figures_stay(load: Callable[...,
     assert re.search(r'<main[^>]*class="old"', dom.html)
 
 
-def test_it_recovers_by_itself(load: Callable[..., Dom]) -> None:
-    def answer(index: int) -> tuple[int, bytes]:
-        return (503, UNAVAILABLE) if 1 <= index <= 4 else (200, states.busy(10 + index))
-
-    dom = load(answer, page_s=10.0)
+def test_it_recovers_by_itself(changing: dict[str, Dom]) -> None:
+    dom = changing["back"]
     assert dom.is_hidden("banner")
     assert int(dom.card("short")["waiting"]) > 10 + 4 + 3
     assert not re.search(r'<main[^>]*class="old"', dom.html)
 
 
-def test_a_server_that_never_answered_is_said_so(load: Callable[..., Dom]) -> None:
-    dom = load(lambda _: (503, UNAVAILABLE))
+def test_a_server_that_never_answered_is_said_so(still: dict[str, Dom]) -> None:
+    dom = still["unavailable"]
     assert dom.text('id="banner"').startswith("No answer yet (status 503")
     assert dom.is_hidden("main")
 
 
-def test_an_answer_that_is_no_status_is_said_so(load: Callable[..., Dom]) -> None:
-    assert "what came is no status" in load(always(b"{}")).text('id="banner"')
+def test_an_answer_that_is_no_status_is_said_so(still: dict[str, Dom]) -> None:
+    assert "what came is no status" in still["no_status"].text('id="banner"')
 
 
-def test_what_is_no_status_does_not_stop_it(load: Callable[..., Dom]) -> None:
-    dom = load(lambda n: (200, b"{}" if n < 3 else states.busy()), page_s=8.0)
+def test_what_is_no_status_does_not_stop_it(changing: dict[str, Dom]) -> None:
+    dom = changing["no_status_at_first"]
     assert dom.is_hidden("banner")
     assert dom.card("short")["waiting"] == "20"
 
 
-def test_answers_of_two_ingresses_in_turn_keep_one_curve(load: Callable[..., Dom]) -> None:
-    other = states.busy().replace(b"ingress-0123456789abcdef", b"ingress-fedcba9876543210")
-    other = other.replace(b'"num":', b'"num":9')
-    dom = load(lambda n: (200, other if n % 2 else states.busy()), page_s=6.0)
+def test_answers_of_two_ingresses_in_turn_keep_one_curve(changing: dict[str, Dom]) -> None:
+    dom = changing["of_two"]
     assert dom.card("short")["num"] == "1,374"
     assert "ingress-01234567, one of several" in dom.text('id="footer"')
 
@@ -279,16 +310,10 @@ def test_nothing_sticks_out_of_a_phone(tmp_path: Path) -> None:
     assert 'data-beyond=""' in html, re.search(r'data-beyond="[^"]*"', html)
 
 
-@pytest.mark.parametrize(
-    ("name", "dark", "size"),
-    [("light", False, (1200, 1300)), ("dark", True, (1200, 1300)), ("narrow", False, (500, 1900))],
-)
-def test_a_picture_can_be_taken(
-    name: str, dark: bool, size: tuple[int, int], tmp_path: Path
-) -> None:
-    picture = tmp_path / f"{name}.png"
+def test_a_picture_can_be_taken(tmp_path: Path) -> None:
+    picture, size = tmp_path / "page.png", (1200, 1300)
     with serving(always(states.busy())) as url:
-        run_browser(url, tmp_path / "p", f"--screenshot={picture}", size=size, dark=dark)
+        run_browser(url, tmp_path / "p", f"--screenshot={picture}", size=size)
     data = picture.read_bytes()
     width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
     assert (width, height) == size

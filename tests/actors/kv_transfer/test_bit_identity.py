@@ -15,7 +15,7 @@ from tests.actors.kv_transfer.hashed_worker import HashedWorker
 from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 NUM_TRIALS = {"cuda": 50, "cpu": 5}  # on a CPU each token is computed by itself
-NUM_BY_DAY = {"Qwen3MoeForCausalLM": 2}  # of other mixtures all stories are told by night
+NUM_BY_DAY = {"Qwen3ForCausalLM": 3, "Qwen3MoeForCausalLM": 2}  # others: by night
 GPUS = (
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import dequantize
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights
@@ -85,6 +85,14 @@ def test_a_configuration_of_the_hub_is_read(name: str, tmp_path: Path) -> None:
     _assert_same_weights(ours, _load(stands_for))
     is_made_matrix = spec.quantization.is_made_matrix
     assert (ours.layers[1].down.scales is None) == is_made_matrix
+
+
+def test_groups_of_mxfp8_are_no_groups_of_inputs(tmp_path: Path) -> None:
+    """Kernels round inputs in groups of 128, or a row at a time, so here not at all."""
+    folder, _ = _folder(tmp_path, HUB["Qwen3-8B-MXFP8"])
+    quantization = load_spec(folder).quantization
+    assert quantization is not None
+    assert not quantization.quantizes_activations
 
 
 def test_ranks_share_scales_that_have_no_last_dimension(tmp_path: Path) -> None:

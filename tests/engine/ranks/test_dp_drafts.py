@@ -97,7 +97,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
         ("mtp", True, True),
         ("eagle3", False, True),
         ("eagle3", True, False),
-        ("draft_model", False, False),
+        pytest.param("draft_model", False, False, marks=pytest.mark.nightly),
         ("draft_model", True, False),
         pytest.param("mtp", False, True, marks=pytest.mark.nightly),
         pytest.param("mtp", True, False, marks=pytest.mark.nightly),

@@ -293,8 +293,13 @@ def test_unknown_requests_are_asked_where_drafts_pay_by_what_others_accept(
         controller.forget(key)
     newcomers = [("new", number) for number in range(num_rows)]
     controller.plan(offer([0] * num_rows, keys=newcomers), FITTED)
+    others = [("other", number) for number in range(257 - num_rows)]
+    with_prompts = decodes(len(others)).with_prompt(512, 0)
+    controller.plan(offer([0] * len(others), keys=others, work=with_prompts), FITTED)
     assert controller.max_drafts(newcomers) == [RULES.first_drafts * is_asked] * num_rows
     controller.plan(offer([0], keys=newcomers[:1]), FITTED)  # all others have ended
+    if not is_asked:
+        assert controller.max_drafts(newcomers[:1]) == [0], "what was refused rests"
     idle_steps(controller, RULES.retry_steps + 1)
     assert controller.max_drafts(newcomers[:1]) == [RULES.first_drafts]
 

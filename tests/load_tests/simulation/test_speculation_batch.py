@@ -1,10 +1,12 @@
 """A batch that starts together, with steps as measured: trials cost little, and rows end alike."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from engine.request import Request
+from engine.speculation.controller import StepDrafts
 from engine.speculation.rules import SpeculationRules
 from load_tests.simulation.speculation_batch import HOST, SLOW_HOST, Batches, LookedUp, gains
 
@@ -73,6 +75,22 @@ def test_late_first_launches_are_no_price_of_later_steps() -> None:
     rules = SpeculationRules(max_drafts=4)
     *_, found = gains([16, 256], 0.75, carried=True, rules=rules, seed=2, host=SLOW_HOST)
     assert found.all_rows_end > 1.05
+
+
+def test_rows_begin_with_drafts_of_the_host_and_with_their_texts_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = Batches(4, drafts=True)
+    batch.device.acceptance = 1.0
+    nums_beginning, observe = list[int](), batch.controller.observe_step
+
+    def observe_step(drafts: StepDrafts, *took: Any) -> None:
+        nums_beginning.append(drafts.num_beginning)
+        observe(drafts, *took)
+
+    monkeypatch.setattr(batch.controller, "observe_step", observe_step)
+    batch.run(4)
+    assert [num for num in nums_beginning if num] == [4, 4]
 
 
 @pytest.mark.nightly
