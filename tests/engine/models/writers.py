@@ -34,71 +34,74 @@ def _largest(per: int | None) -> Tensor:
     return source().abs().view(NUM_OUTPUTS, -1, per or NUM_INPUTS).amax(2)
 
 
-def _compressed() -> Iterator[Packed]:
+_IN_GROUPS = {"strategy": "group", "group_size": _GROUP}
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+def _compressed(
+    name: str,
+    packing: str,
+    weights: dict[str, Any],
+    tensors: dict[str, Tensor],
+    inputs: dict[str, Any] | None = None,
+) -> Packed:
+    """tensors: the scales of the source, and what else the library takes."""
     library = importlib.import_module("compressed_tensors.quantization")
     compressors = importlib.import_module("compressed_tensors.compressors")
-    tokens = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    scheme = library.QuantizationScheme(
+        targets=["Linear"],
+        weights=library.QuantizationArgs(**weights),
+        input_activations=None if inputs is None else library.QuantizationArgs(**inputs),
+    )
+    config = library.QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=packing,
+        ignore=["lm_head"],
+        quantization_status="compressed",
+    )
+    compressor = compressors.BaseCompressor.get_value_from_registry(packing)
+    packed = compressor.compress({"weight": source(), **tensors}, scheme)
+    return name, json.loads(json.dumps(config.to_dict(), default=str)), packed
 
-    def pack(
-        name: str,
-        packing: str,
-        weights: dict[str, Any],
-        tensors: dict[str, Tensor],
-        inputs: dict[str, Any] | None = None,
-    ) -> Packed:
-        scheme = library.QuantizationScheme(
-            targets=["Linear"],
-            weights=library.QuantizationArgs(**weights),
-            input_activations=None if inputs is None else library.QuantizationArgs(**inputs),
-        )
-        config = library.QuantizationConfig(
-            config_groups={"group_0": scheme},
-            format=packing,
-            ignore=["lm_head"],
-            quantization_status="compressed",
-        )
-        compressor = compressors.BaseCompressor.get_value_from_registry(packing)
-        packed = compressor.compress({"weight": source(), **tensors}, scheme)
-        return name, json.loads(json.dumps(config.to_dict(), default=str)), packed
 
-    in_groups = {"strategy": "group", "group_size": _GROUP}
+def _compressed_integers() -> Iterator[Packed]:
     for strategy, scales in (
         ("channel", _largest(None)),
         ("tensor", source().abs().max().view(1)),
     ):
-        weights = {"num_bits": 8, "strategy": strategy}
-        scaled = {"weight_scale": scales / 127}
-        yield pack(f"int8 {strategy}", "int-quantized", weights, scaled, tokens)
-    weights, scaled = {"num_bits": 8} | in_groups, {"weight_scale": _largest(_GROUP) / 127}
-    yield pack("int8 group", "int-quantized", weights, scaled, tokens)
+        weights, scaled = {"num_bits": 8, "strategy": strategy}, {"weight_scale": scales / 127}
+        yield _compressed(f"int8 {strategy}", "int-quantized", weights, scaled, _TOKENS)
+    weights, scaled = {"num_bits": 8} | _IN_GROUPS, {"weight_scale": _largest(_GROUP) / 127}
+    yield _compressed("int8 group", "int-quantized", weights, scaled, _TOKENS)
     for bits in (4, 8):
         half = 2 ** (bits - 1)
         for strategy, per in (("channel", None), ("group", _GROUP)):
+            name = f"packed {bits} {strategy}"
             weights = {"num_bits": bits, "strategy": strategy, "group_size": per}
             scales = _largest(per) / (half - 1)
-            yield pack(
-                f"packed {bits} {strategy}", "pack-quantized", weights, {"weight_scale": scales}
-            )
+            yield _compressed(name, "pack-quantized", weights, {"weight_scale": scales})
             # The range is made half as wide again, on one side.
             zeros = torch.arange(scales.numel()).view(scales.shape) % (half // 2) - half // 4
             shifted = {"weight_scale": 1.5 * scales, "weight_zero_point": zeros.to(torch.int8)}
             weights = weights | {"symmetric": False}
-            yield pack(f"packed {bits} {strategy} shifted", "pack-quantized", weights, shifted)
+            yield _compressed(f"{name} shifted", "pack-quantized", weights, shifted)
+
+
+def _compressed_floats() -> Iterator[Packed]:
+    eight, four = ({"num_bits": bits, "type": "float"} for bits in (8, 4))
+    scaled = {"weight_scale": _largest(None) / 448}
+    weights, tokens = eight | {"strategy": "channel"}, _TOKENS | {"type": "float"}
+    yield _compressed("fp8 channel", "float-quantized", weights, scaled, tokens)
     exponents = torch.exp2(torch.ceil(torch.log2(_largest(32) / 448))).bfloat16()
-    floats = {"num_bits": 8, "type": "float", "scale_dtype": "torch.uint8"} | in_groups
-    yield pack("mxfp8", "mxfp8-quantized", floats, {"weight_scale": exponents})
-    few = {"num_bits": 4, "type": "float"}
+    weights = eight | {"scale_dtype": "torch.uint8"} | _IN_GROUPS
+    yield _compressed("mxfp8", "mxfp8-quantized", weights, {"weight_scale": exponents})
     scaled = {"weight_scale": torch.exp2(torch.ceil(torch.log2(_largest(32) / 6)))}
-    yield pack("mxfp4", "mxfp4-pack-quantized", few | in_groups, scaled)
+    yield _compressed("mxfp4", "mxfp4-pack-quantized", four | _IN_GROUPS, scaled)
     divisor = 6 * 448 / source().abs().max()
     scales = (_largest(16) / 6 * divisor).to(torch.float8_e4m3fn).float()
-    weights = few | {"strategy": "tensor_group", "group_size": 16}
+    weights = four | {"strategy": "tensor_group", "group_size": 16}
     scaled = {"weight_scale": scales, "weight_global_scale": divisor.view(1)}
-    yield pack("nvfp4", "nvfp4-pack-quantized", weights, scaled)
-    floats = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    float_tokens = tokens | {"type": "float"}
-    scaled = {"weight_scale": _largest(None) / 448}
-    yield pack("fp8 channel", "float-quantized", floats, scaled, float_tokens)
+    yield _compressed("nvfp4", "nvfp4-pack-quantized", weights, scaled)
 
 
 def _auto_round() -> Iterator[Packed]:
@@ -211,7 +214,8 @@ def _quark() -> Iterator[Packed]:
 
 def main(path: str) -> None:
     tensors, configs = {}, {}
-    for write in (_compressed, _auto_round, _bits_and_bytes, _modelopt, _quark):
+    writers = _auto_round, _bits_and_bytes, _modelopt, _quark
+    for write in (_compressed_integers, _compressed_floats, *writers):
         for name, config, packed in write():
             configs[name] = json.dumps(config)
             for suffix, tensor in packed.items():
