@@ -91,9 +91,10 @@ def test_a_sum_goes_with_its_norm_only_where_it_may(ranks: PeerRanks) -> None:
 
 
 def test_shares_of_a_sum_go_with_their_norm_only_where_they_may(ranks: PeerRanks) -> None:
-    assert not ranks.fits_share(_lines(16)), "in no stream unless the limit says so"
+    assert not ranks.fits_share(_lines(1024)), "in no stream unless the limit says so"
     ranks.limits = replace(LIMITS, share_stream=2**20)
     assert ranks.fits_share(_lines(2**20))
+    assert not ranks.fits_share(_lines(512)), "so few are scattered at once"
     assert not ranks.fits_share(_lines(2**20 + 16)), "larger than the limit"
     assert not ranks.fits_share(_lines(1024).T), "no lines"
     x, weight = _lines(64), torch.ones(8, dtype=torch.bfloat16)
