@@ -135,6 +135,8 @@ def test_an_unknown_gpu_has_limits_that_say_so(num_ranks: int) -> None:
 def test_a_step_is_sequence_parallel_from_as_many_tokens_as_were_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert sequence_parallel_tokens("NVIDIA H200", 4, row_bytes=2 * 5120) == 4096
+    assert sequence_parallel_tokens("NVIDIA H200", 2, row_bytes=2 * 5120) is None, "not measured"
     limits = {("NVIDIA Z9000", 4): replace(LIMITS, sequence_parallel=2**20)}
     monkeypatch.setattr("kernels.comm.limits._MEASURED", limits)
     assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=2**10) == 2**10
