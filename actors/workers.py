@@ -7,13 +7,14 @@ DecodeWorker    KV arrives from prefill workers, and tokens follow from it
 
 import asyncio
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.worker.engine_host import EngineHost
 from actors.worker.kv_connector import KvConnector
+from actors.worker.rank_worker import HeadsWork
 from actors.worker.worker_actor import WorkerActor
 from engine.errors import RequestError, WorkerError
 from engine.messages import (
@@ -29,10 +30,9 @@ from engine.messages import (
     encode,
 )
 from engine.ranks.rank import Rank
-from engine.ranks.rank_tasks import Work
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.connectors import Give, ReceivingConnector, SendingConnector
+    from actors.kv_transfer.connectors import ReceivingConnector, SendingConnector
     from actors.kv_transfer.receiver import HandoffReceiver
     from engine.engine import Engine
 
@@ -44,11 +44,11 @@ class UnifiedWorker(WorkerActor):
         super().__init__(EngineHost(spec, name, role, lambda host, engine: KvConnector()))
 
 
-def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> "Give":
+def _give_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> HeadsWork:
     """What the other ranks of a prefill worker do with heads, beside steps."""
     from actors.kv_transfer.connectors import give_heads  # imports torch, which takes seconds
 
-    return give_heads(spec, engine, rank, name)
+    return HeadsWork(give=give_heads(spec, engine, rank, name))
 
 
 class PrefillWorker(WorkerActor):
@@ -59,7 +59,7 @@ class PrefillWorker(WorkerActor):
         make_heads_work = _give_heads if spec.config.handoff.pull_by_ranks else None
         super().__init__(EngineHost(spec, name, role, self._make_connector, make_heads_work))
 
-    async def give(self, order: bytes) -> Any:  # noqa: ANN401 - of Ray's shared memory
+    async def give(self, order: bytes) -> object:
         """Gives a rank of a decode worker heads. Raises HandoffError, WorkerError."""
         if self._connector is None or self._connector.give is None:
             raise WorkerError(f"{self} is still loading its model, or has nothing to give")
@@ -74,11 +74,11 @@ class PrefillWorker(WorkerActor):
         return self._connector
 
 
-def _pull_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> Work:
+def _pull_heads(spec: DeploymentSpec, engine: "Engine", rank: Rank, name: str) -> HeadsWork:
     """What the other ranks of a decode worker do with heads, beside steps."""
     from actors.kv_transfer.connectors import pull_heads  # imports torch, which takes seconds
 
-    return pull_heads(spec, engine, rank, name)
+    return HeadsWork(pull=pull_heads(spec, engine, rank, name))
 
 
 class DecodeWorker(WorkerActor):
@@ -138,14 +138,14 @@ class DecodeWorker(WorkerActor):
         """PairRequest -> PairReply, encoded."""
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+    async def receive_pieces(self, headers: bytes, *payloads: list[object]) -> bytes:
         """Takes PieceHeaders and the objects of each in Ray's store; returns PieceReplies."""
         taking = map(self._receiver.receive_piece, decode(headers, list[PieceHeader]), payloads)
         return encode(await asyncio.gather(*taking))
 
     async def _receive_pieces(self, pieces: bytes) -> bytes:
         """Takes pieces from a connection: [(PieceHeader, payload)] -> [PieceReply], encoded."""
-        pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
+        pairs = decode(pieces, list[tuple[PieceHeader, list[object]]])
         return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
 
     async def _cancel_transfer(self, request: bytes) -> bytes:

@@ -86,8 +86,12 @@ def _answers_contradiction(config: AppConfig) -> str | None:
         return "there is no host tier; set cache.host_gib"
     if config.workers.decode == 0:
         return "there are no decode workers; set workers.decode"
-    if max(config.workers.num_ranks.values()) > 1:
-        return "only workers of one rank store answers; set workers.*tensor_parallel_size to 1"
+    if len(sizes := set(config.workers.num_ranks.values())) > 1:
+        a, b = sorted(sizes)
+        return (
+            f"workers of {a} and of {b} ranks have no blocks in common; set"
+            " workers.*tensor_parallel_size to one number"
+        )
     return None
 
 

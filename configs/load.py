@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
@@ -263,7 +264,10 @@ def _explain(message: str) -> str:
         where = ".".join([*keys, unknown["name"]])
         if where in RENAMED:
             return f"{where} has another name: {RENAMED[where]}"
-        return f"{where}: unknown key; allowed: {', '.join(_allowed_keys(keys))}"
+        allowed_keys = _allowed_keys(keys)
+        close = get_close_matches(unknown["name"], allowed_keys, n=1)
+        guess = f"; is {close[0]} meant?" if close else ""
+        return f"{where}: unknown key{guess}; allowed: {', '.join(allowed_keys)}"
     values = _allowed_values(keys)
     allowed = f"; allowed: {', '.join(values)}" if values else ""
     return f"{'.'.join(keys) or 'top level'}: {problem}{allowed}"

@@ -118,7 +118,8 @@ class LapsConfig(_Section, frozen=True):
     """
 
     # -- in time: the queue in front of a worker that prefills
-    # A prompt that costs at most what so many uncached tokens cost is short, inside a worker.
+    # In a worker, a prompt that costs at most what so many uncached tokens cost is short: for its
+    # queue, what is kept for short requests, and admission.
     laps_length_threshold: Positive = 256
     # priority = a request's own, then first come first served; fcfs = by arrival alone; laps =
     # short first with ageing, in bounded chunks.
@@ -159,7 +160,9 @@ class LapsConfig(_Section, frozen=True):
 
     # -- in space: which prefill worker a prompt goes to
     enable_laps_alloc: bool = False  # prefill workers form a short and a long pool
-    laps_alloc_threshold: Positive = 256  # as laps_length_threshold, for the choice of a pool
+    # As laps_length_threshold, for the choice of a worker. With another number, a prompt that goes
+    # to the pool of short ones may be long in that worker's queue.
+    laps_alloc_threshold: Positive = 256
     laps_rebalance_interval_s: Seconds = 5.0  # the pools are looked at, and change, this often
     # A pool takes a worker over when its load exceeds the other's by this factor.
     laps_rebalance_ratio: Annotated[float, Meta(gt=1)] = 2.0

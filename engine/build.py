@@ -31,7 +31,7 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import Role
 from engine.model_folder import ModelFolder, compute_dtype, read_folder
 from engine.models.llama import CausalLM
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
 from engine.ranks.rank import SIZE_KEY

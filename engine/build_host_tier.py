@@ -75,8 +75,9 @@ def build_below_device(
     WorkerError if another rank could not take part.
 
     With `cache.host_answers` a decode worker has one, too, for the blocks of its answers: the rest
-    came from a worker that stores it. Several ranks of it could not: what arrives is written to
-    their blocks by streams that wait for steps, but not for copies to the arena.
+    came from a worker that stores it. They stay held until they are copied. What is evicted there
+    is not stored: what arrives is written to these blocks by streams and processes that wait for
+    steps, but not for copies to the arena.
     """
     if not _has_tier(config, role):
         return BelowDevice()

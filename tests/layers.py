@@ -204,7 +204,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.errors",
         "engine.kv.host.disk",
         "engine.messages",
-        "engine.models.quantized_tensors",
+        "engine.models.quantization.published_tensors",
         "engine.models.spec",
         "engine.models.weight_files",
         "engine.ranks.rank",

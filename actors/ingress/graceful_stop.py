@@ -28,6 +28,7 @@ from ray import serve
 # Ray has no public hook behind its own handlers, and no public way to start its processes apart.
 from ray._private import services as ray_services
 from ray._private import worker as ray_worker
+from ray.serve.schema import ApplicationStatusOverview
 
 from actors.ingress.stopping import LAST_WORDS_S
 
@@ -96,14 +97,24 @@ def _stop_ingresses(timeout_s: float) -> None:
 
     Replicas that do not answer in time are left to Serve's shutdown.
     """
-    threads = [
-        threading.Thread(target=_stop_application, args=(name, timeout_s), daemon=True)
-        for name in serve.status().applications
-    ]
+    threads = []
+    for name, application in serve.status().applications.items():
+        if _has_started(application):
+            threads.append(
+                threading.Thread(target=_stop_application, args=(name, timeout_s), daemon=True)
+            )
+        else:  # a call would wait for a replica that answers
+            logger.warning("%s: it had not started", name)
     for thread in threads:
         thread.start()
     for thread in threads:  # a second signal ends this, and does not wait for them
         thread.join()
+
+
+def _has_started(application: ApplicationStatusOverview) -> bool:
+    """Whether a replica may have requests. Ours start for as long as the system cannot serve."""
+    states = {state for one in application.deployments.values() for state in one.replica_states}
+    return not states <= {"STARTING"}
 
 
 def _stop_application(name: str, timeout_s: float) -> None:
@@ -111,7 +122,7 @@ def _stop_application(name: str, timeout_s: float) -> None:
     try:
         answer = serve.get_app_handle(name).broadcast("stop")
         found = answer.results(timeout_s=timeout_s, return_exceptions=True)
-    except Exception:  # it has no replica yet, or none that answers, or is none of ours
+    except Exception:  # it has no replica that answers, or is none of ours
         logger.exception("%s could not be stopped within %g s", name, timeout_s)
         return
     num_left = sum(number for number in found if isinstance(number, int))

@@ -11,7 +11,7 @@ them into the reserved blocks.
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,15 +103,19 @@ class UnfitError(HandoffError):
     """
 
 
-# The call that carries a piece's header: (sequence number, object references) -> acknowledgement.
-Deliver = Callable[[int, list[Any]], Awaitable[PieceReply]]
+# What a call carries beside a piece's header. Only the two ends of a channel know what it is: ids
+# of blocks (cuda_ipc), a reference to an object of Ray's (object_store), nothing (a group of two).
+Payload = list[object]
+
+# The call that carries a piece's header: (sequence number, payload) -> acknowledgement.
+Deliver = Callable[[int, Payload], Awaitable[PieceReply]]
 
 
 class PieceTaker(Protocol):
     """A decode worker that takes pieces. Its calls raise WorkerError if it is dead."""
 
     async def receive_pieces(
-        self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
+        self, pieces: Sequence[tuple[PieceHeader, Payload]]
     ) -> list[PieceReply]:
         """Independent pieces that go in one call, each with its payload; answered together."""
         ...
@@ -197,7 +201,7 @@ class ReceiveChannel(Protocol):
         self,
         seq: int,
         num_bytes: int,
-        payload: list[Any],
+        payload: Payload,
         into: Sequence[int] | None = None,
     ) -> IncomingData:
         """Returns the bytes [num_bytes] of the claimed piece `seq`.

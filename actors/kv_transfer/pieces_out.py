@@ -25,12 +25,18 @@ On the event loop only.
 import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from actors.kv_transfer.channel_choice import piece_bytes_of
-from actors.kv_transfer.contracts import OutgoingData, Peer, PieceStore, PieceTaker, SendChannel
+from actors.kv_transfer.contracts import (
+    OutgoingData,
+    Payload,
+    Peer,
+    PieceStore,
+    PieceTaker,
+    SendChannel,
+)
 from actors.kv_transfer.waits import EndedError
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError
@@ -151,7 +157,7 @@ BUNDLED_BYTES = 32 * 2**20  # of one piece: 0.1 ms between two GPUs
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Bundle:
     call: asyncio.Task[list[PieceReply]]
-    pieces: list[tuple[PieceHeader, list[Any]]] = field(default_factory=list)
+    pieces: list[tuple[PieceHeader, Payload]] = field(default_factory=list)
     num_waiting: int = 0
 
 
@@ -163,9 +169,7 @@ class PieceBundles:
         self._open: dict[PieceTaker, _Bundle] = {}
         self.num_calls = 0
 
-    async def deliver(
-        self, peer: PieceTaker, header: PieceHeader, payload: list[Any]
-    ) -> PieceReply:
+    async def deliver(self, peer: PieceTaker, header: PieceHeader, payload: Payload) -> PieceReply:
         """Delivers a piece; returns the peer's answer. Raises WorkerError if it is dead."""
         piece = (header, payload)
         if header.num_blocks * self._block_bytes > BUNDLED_BYTES:
@@ -283,7 +287,7 @@ class PieceSender:
             data = read.data
             header = msgspec.structs.replace(header, digests=read.digests)
 
-        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+        async def deliver(seq: int, payload: Payload) -> PieceReply:
             numbered = msgspec.structs.replace(header, seq=seq)
             return await self._bundles.deliver(transfer.peer, numbered, payload)
 

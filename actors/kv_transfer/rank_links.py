@@ -16,9 +16,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from engine.errors import HandoffError, WorkerError
 from engine.kv.layout import KvPart
 from engine.messages import ChannelKind
 
-AskRank = Callable[[bytes], Callable[[], Any]]  # order -> what waits for its answer
+AskRank = Callable[[bytes], Callable[[], object]]  # order -> what waits for its answer
 FindRank = Callable[[str], AskRank]  # the actor that has this name now
 
 
@@ -285,12 +286,12 @@ class HeadLink:
     def _answered(self, heads: Heads) -> Tensor:
         data = self._order(GiveHeads(heads))()
         buffer = self._pieces.buffer(len(heads.block_ids), heads.number, torch.device("cpu"))
-        if getattr(data, "nbytes", None) != buffer.numel():
+        if not isinstance(data, np.ndarray) or data.nbytes != buffer.numel():
             raise HandoffError(f"{buffer.numel()} bytes were asked for, and others came")
         buffer.view(-1).numpy()[:] = data
         return buffer
 
-    def _order(self, order: OpenWire | SendHeads | GiveHeads | CloseWire) -> Callable[[], Any]:
+    def _order(self, order: OpenWire | SendHeads | GiveHeads | CloseWire) -> Callable[[], object]:
         return self._ask(msgspec.msgpack.encode(order))
 
 

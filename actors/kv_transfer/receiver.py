@@ -29,6 +29,7 @@ from actors.kv_transfer.contracts import (
     Channels,
     EngineCalls,
     IncomingData,
+    Payload,
     PieceStore,
     ReceiveChannel,
     StagedPiece,
@@ -227,7 +228,7 @@ class HandoffReceiver:
             return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
         return PairReply(receiver=self._identity)
 
-    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
+    async def receive_piece(self, header: PieceHeader, payload: Payload) -> PieceReply:
         """Take a piece; the reply acknowledges it. Nothing of a piece that fails is kept."""
         pair = self._pairs.get(header.sender)
         if pair is None or not pair.carries(header):
@@ -266,7 +267,7 @@ class HandoffReceiver:
 
     # ---- parts of a piece -----------------------------------------------------------------------
 
-    async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
+    async def _take(self, pair: _Pair, header: PieceHeader, payload: Payload) -> PieceReply:
         """Receives a piece if it may be written, verifies it, writes it and ends it."""
         if not 0 <= header.num_blocks <= pair.max_blocks:
             self._break(pair)

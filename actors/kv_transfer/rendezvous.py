@@ -201,7 +201,7 @@ class RankCalls:
         self._namespace = namespace
         self._timeout_s = timeout_s
 
-    def find(self, name: str) -> Callable[[bytes], Callable[[], Any]]:
+    def find(self, name: str) -> Callable[[bytes], Callable[[], object]]:
         """Looks an actor up and returns what asks it; raises WorkerError if there is none.
 
         What is returned asks that actor for good, and not the next one of its name, which is
@@ -210,7 +210,7 @@ class RankCalls:
         """
         actor = find_now(name, self._namespace)
 
-        def ask(order: bytes) -> Callable[[], Any]:
+        def ask(order: bytes) -> Callable[[], object]:
             return partial(answer_of, name, actor.give.remote(order), self._timeout_s)
 
         return ask

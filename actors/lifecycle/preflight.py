@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.schema import AppConfig
 from engine.errors import ConfigError, RequestError
-from engine.models.quantized_tensors import check_shares
+from engine.models.quantization.published_tensors import check_shares
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_format, check_weights
 from engine.ranks.rank import Rank

@@ -247,7 +247,7 @@ class WorkerHandle:
         return await _decoded(reference, self.name, _as(PairReply))
 
     async def receive_pieces(
-        self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
+        self, pieces: Sequence[tuple[PieceHeader, list[object]]]
     ) -> list[PieceReply]:
         """Returns a reply for each piece. Raises HandoffError if a connection broke."""
         if any(isinstance(item, ray.ObjectRef) for _, payload in pieces for item in payload):

@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -30,7 +31,7 @@ from engine.ranks.following import Follower, report_failure
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.plan_ring import PlanRingReader, RingError
 from engine.ranks.rank import Rank
-from engine.ranks.rank_tasks import Begin, TaskThreads, in_thread
+from engine.ranks.rank_tasks import Begin, TaskThreads, Work, in_thread
 from engine.ranks.ring_messages import RankTask, TaskKind
 
 if TYPE_CHECKING:
@@ -38,8 +39,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A deployment, a loaded rank and the name of its actor -> its work with heads, beside steps.
-MakeHeadsWork = Callable[[DeploymentSpec, "Engine", Rank, str], Callable[[bytes], Any]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsWork:
+    """What a rank does with heads of KV, beside its steps; None = nobody asks it for that."""
+
+    give: Callable[[bytes], object] | None = None  # an order of a rank of another worker -> heads
+    pull: Work | None = None  # for rank 0, from ranks of another worker
+
+
+# A deployment, a loaded rank and the name of its actor -> its work with heads.
+MakeHeadsWork = Callable[[DeploymentSpec, "Engine", Rank, str], HeadsWork]
 
 START_S = 120.0  # until every rank's process runs and has imported what it needs
 LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
@@ -75,8 +85,7 @@ class RankWorker:
         self._spec = spec
         self._name = name
         self._make_heads_work = make_heads_work
-        # With heads; None = there is none, or it still loads.
-        self._work: Callable[[bytes], Any] | None = None
+        self._heads = HeadsWork()  # until the model is loaded
         self._place = decode(place, RankPlace)
         stall_s = spec.config.workers.stall_s
         # Before torch is imported: from now on rank 0 knows when this process dies, and vice versa.
@@ -101,11 +110,11 @@ class RankWorker:
     async def ping(self) -> None:
         """A supervisor of another deployment asks every actor that it finds."""
 
-    async def give(self, order: bytes) -> Any:  # noqa: ANN401 - of Ray's shared memory
+    async def give(self, order: bytes) -> object:
         """Gives a rank of another worker heads of this one. Raises HandoffError, WorkerError."""
-        if self._work is None:
+        if self._heads.give is None:
             raise WorkerError(f"{self._name} is still loading its model, or has nothing to give")
-        return await asyncio.to_thread(self._work, order)
+        return await asyncio.to_thread(self._heads.give, order)
 
     def _build(self) -> "Engine":
         """Builds this rank's part of the model, on the loader's thread."""
@@ -164,8 +173,9 @@ class RankWorker:
         works: dict[TaskKind, Begin] = {}
         if self._make_heads_work is not None:
             rank = Rank(self._place.rank, self._place.size)
-            self._work = self._make_heads_work(self._spec, engine, rank, self._name)
-            works["heads"] = in_thread(self._work)
+            self._heads = self._make_heads_work(self._spec, engine, rank, self._name)
+        if self._heads.pull is not None:
+            works["heads"] = in_thread(self._heads.pull)
         if (part := engine.below_device.part) is not None:
             works |= {"host save": part.begin, "host load": part.begin}
         return TaskThreads(self._ring, works, self._fail).begin if works else None

@@ -7,12 +7,12 @@
 
 `save_pretrained(save_original_format=False)` writes the second. Both hold the same numbers, so that
 a fused tensor counts as its parts under their published names. gpt-oss has a layout of its own
-(gpt_oss_files.py). Knows names and shapes, no tensors.
+(gpt_oss_experts.py). Knows names and shapes, no tensors.
 """
 
 import re
 
-from engine.models.gpt_oss_files import gpt_oss_tensor
+from engine.models.gpt_oss_experts import gpt_oss_tensor
 from engine.models.mixture_spec import ExpertLayout, MixtureSpec
 from engine.models.sources import FusedTensor, Source
 from engine.models.spec import ModelSpec

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.config_file import ConfigFile
-from engine.models.quantization_config import published_section
+from engine.models.quantization.config import published_section
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import read_header, weight_files, whole_name
 from engine.ranks.rank import Rank

@@ -10,7 +10,7 @@ import torch
 from engine.errors import ConfigError
 from engine.models.llama import CausalLM, build_decoder
 from engine.models.mixture_spec import ExpertSharing
-from engine.models.quantized_tensors import check_shares
+from engine.models.quantization.published_tensors import check_shares
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
 from engine.ranks.rank import WHOLE_MODEL, Rank

@@ -29,20 +29,29 @@ def parse_partial_rope(config: ConfigFile, default_share: float) -> RopeSpec:
     if len(found) > 1 or not all(0 < share <= 1 for share in found):
         raise config.error(key, f"is {sorted(found)}; supported: one number above 0 and up to 1")
     (share,) = found or {default_share}
-    theta = config.number("rope_theta", DEFAULT_THETA)
-    section = config.section("rope_scaling") or config.section("rope_parameters")
-    rope = RopeSpec(theta=theta) if section is None else _parsed(config, section, theta)
-    return replace(rope, rotated_share=share)
+    return replace(_parse(config, _section_of_all(config), DEFAULT_THETA), rotated_share=share)
 
 
 def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
     """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
     _refuse_partial(config)
-    top_theta = config.number("rope_theta", default_theta)
-    section = config.section("rope_scaling") or config.section("rope_parameters")
+    section = _section_of_all(config)
+    if section is not None:
+        _refuse_partial(section)
+    return _parse(config, section, default_theta)
+
+
+def _section_of_all(config: ConfigFile) -> ConfigFile | None:
+    """The settings of all layers."""
+    return config.section("rope_scaling") or config.section("rope_parameters")
+
+
+def _parse(config: ConfigFile, section: ConfigFile | None, default_theta: float) -> RopeSpec:
+    """section: None = there is none, and no scaling."""
+    theta = config.number("rope_theta", default_theta)
     if section is None:
-        return RopeSpec(theta=top_theta)
-    return _of_section(config, section, top_theta)
+        return RopeSpec(theta=theta)
+    return _of_section(config, section, theta)
 
 
 def parse_layer_ropes(
@@ -81,16 +90,12 @@ def _of_kind(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     if not section.flag("truncate", not section.has_key("truncate")):
         # transformers does not look for it in the section of a kind, and computes true.
         raise section.error("truncate", "false is not supported for layers of two kinds")
+    _refuse_partial(section)
     return _of_section(config, section, theta)
 
 
 def _of_section(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     """theta: where the section has none."""
-    _refuse_partial(section)
-    return _parsed(config, section, theta)
-
-
-def _parsed(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     return RopeSpec(
         theta=section.number("rope_theta", theta), scaling=_parse_scaling(config, section)
     )

@@ -34,8 +34,8 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
-from engine.models.quantization_config import read_quantization
+from engine.models.quantization.config import read_quantization
+from engine.models.quantization.scheme import GPT_OSS_MXFP4, ONLINE_FP8, Quantization
 from engine.models.rope_config import (
     DEFAULT_THETA,
     max_tokens_of,

@@ -21,8 +21,8 @@ from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
 from engine.models.fused_experts import find_fused
 from engine.models.llama_weights import BODY, HEAD
-from engine.models.quantization import Packing
-from engine.models.quantized_tensors import NeededTensor, is_unused, needed_tensors
+from engine.models.quantization.published_tensors import NeededTensor, is_unused, needed_tensors
+from engine.models.quantization.scheme import Packing
 from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 

@@ -28,20 +28,20 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.models.llama_weights import StackedTensor, layer_tensors, outer_tensors
 from engine.models.mixture_spec import MixtureSpec
-from engine.models.quantization import Quantization
-from engine.models.quantized_loading import (
+from engine.models.quantization.loading import (
     DecodedStack,
     PublishedPart,
     PublishedStack,
     QuantizedStack,
 )
-from engine.models.quantized_tensors import (
+from engine.models.quantization.published_tensors import (
     is_made_matrix,
     needed_of_layer,
     needed_tensors,
     quantization_of,
     unquantised,
 )
+from engine.models.quantization.scheme import Quantization
 from engine.models.source_reading import read_source
 from engine.models.sources import Source
 from engine.models.spec import ModelSpec

@@ -44,16 +44,25 @@ class TierLoad(Protocol):
         ...
 
 
+class TierSave(Protocol):
+    """Blocks on their way out of the device."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device's blocks are not read any more."""
+        ...
+
+
 class HostTier(Protocol):
     """Blocks beside the device, by hash (see engine/kv/host/tier.py)."""
 
     @property
     def stores(self) -> Literal["evicted", "answers"]:
-        """What is to be given to `save`."""
+        """What is to be stored."""
         ...
 
-    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Take blocks (id, hash) that leave, of each sequence the last ones first."""
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> TierSave | None:
+        """Store blocks (id, hash), of each sequence the last ones first; None = none is copied."""
         ...
 
     @property
@@ -181,6 +190,7 @@ class HostLoads:
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self._loads: list[_Load] = []
+        self._saves: list[tuple[TierSave, list[int]]] = []  # and the blocks held for each
         self._loading: dict[bytes, _Load] = {}  # by the hashes of blocks to come
         self._waits: dict[RequestKey, _Wait] = {}
         self._expected: dict[RequestKey, _Expected] = {}
@@ -294,6 +304,12 @@ class HostLoads:
                 for block_hash in load.hashes[load.num_found :]:
                     del self._loading[block_hash]
         self._loads = [load for load in self._loads if not load.is_over]
+        saves, self._saves = self._saves, []
+        for save, held in saves:
+            if save.is_over:
+                self._cache.release(held)
+            else:
+                self._saves.append((save, held))
         return unknown
 
     def ended(self, request: Request) -> None:
@@ -304,16 +320,21 @@ class HostLoads:
         if self._tier.stores == "answers":
             first = request.num_prompt_tokens // self._block_size
             filled = range(first, request.num_indexed_blocks)
-            if filled:
-                ids, hashes = request.block_ids, request.block_hashes
-                self._tier.save([(ids[i], hashes[i]) for i in reversed(filled)])
+            ids, hashes = request.block_ids, request.block_hashes
+            named = [(ids[i], hashes[i]) for i in reversed(filled)]
+            save = self._tier.begin_save(named) if named else None
+            if save is not None:
+                # Held meanwhile: what arrives for others does not wait for copies.
+                held = [ids[i] for i in filled]
+                self._cache.share(held)
+                self._saves.append((save, held))
 
     # ---- observation ----------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
         """Whether `settle` must be called again, though no request may be left."""
-        return bool(self._loads) or self._tier.is_active
+        return bool(self._loads or self._saves) or self._tier.is_active
 
     @property
     def due_s(self) -> float | None:
@@ -325,6 +346,8 @@ class HostLoads:
         """Every holder of block references here, for the check that none is lost."""
         for number, load in enumerate(self._loads):
             yield f"host load {number}", load.block_ids
+        for number, (_, held) in enumerate(self._saves):
+            yield f"host save {number}", held
 
     def statistics(self) -> HostLoadStatistics:
         return HostLoadStatistics(

@@ -108,7 +108,7 @@ class StepDrafts:
     num_tokens: int = 0  # of the step, prompts and drafts included
     kind: StepKind = NO_GRAPH
     is_holding: bool = False  # rows are held back, so that even without drafts it may lose
-    was_asked: bool = False  # the drafter, of some row
+    was_asked: bool = False  # some row might have had drafts
     num_beginning: int = 0  # rows that begin to have drafts, for which the host needs longer
     reason: str = ""
 

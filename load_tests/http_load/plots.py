@@ -67,7 +67,7 @@ def plot_goodput(points: Sequence[Point]) -> str:
         ):
             _line(rates, points, [p.summary[key] for p in points], color=color, label=label)
         rates.set(title="Goodput", xlabel="requests/s asked for", ylabel="requests/s")
-        rates.set_ylim(bottom=0)
+        _from_zero(rates)
         _legend(rates)
         for name in LENGTH_CLASSES:
             values = [_percent(point.by_class[name]["slo_share"]) for point in points]
@@ -88,7 +88,7 @@ def plot_throughput(points: Sequence[Point]) -> str:
         values = [point.summary["output_throughput"] for point in points]
         _line(tokens, points, values, color=COLORS["all"], label="output")
         tokens.set(title="Output throughput", xlabel="requests/s", ylabel="tokens/s")
-        tokens.set_ylim(bottom=0)
+        _from_zero(tokens)
         labels = [f"{point.rate:.4g}" for point in points]
         below = [0.0] * len(points)
         for key, color in (
@@ -177,6 +177,12 @@ def _limit(axes: Axes, limits: Limits, metric: str) -> None:
         # Two points instead of `axhline`: the range of the axis is to know of it.
         axes.plot(axes.get_xlim(), [limit_ms] * 2, color=COLORS["bad"], linewidth=1,
                   label=f"limit {limit_ms:.4g} ms")  # fmt: skip
+
+
+def _from_zero(axes: Axes) -> None:
+    """From 0 to above the highest value, also where one rate alone was asked for."""
+    highest = axes.dataLim.ymax
+    axes.set_ylim(0, 1.08 * highest if np.isfinite(highest) and highest > 0 else 1.0)
 
 
 def _log_scale(*all_axes: Axes) -> None:

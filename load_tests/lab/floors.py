@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype
 from engine.models.mixture_spec import MixtureSpec
-from engine.models.quantization import Packing
+from engine.models.quantization.scheme import Packing
 from engine.models.spec import ModelSpec
 from load_tests.lab.works import DECODE_STEPS, Kind, Work
 

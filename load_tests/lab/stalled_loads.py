@@ -108,7 +108,7 @@ class VirtualTier:
     is_active: bool = False
     stores: Literal["evicted", "answers"] = "evicted"
 
-    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         raise AssertionError("what is stored is drawn before")
 
     def settle(self) -> None:

@@ -79,12 +79,14 @@ def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
     application.wait_quiet()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_conversation_goes_on_from_the_answers_that_its_decode_worker_stored(
-    cluster: Cluster, prompts: list[list[int]]
+    cluster: Cluster, prompts: list[list[int]], num_ranks: int
 ) -> None:
     """No cache evicts anything: all that is loaded are answers."""
-    settings = TIGHT | {"cache.host_answers": True, "cache.num_blocks": 1024}
-    application = cluster.run("host-answers", settings)
+    answers = {"cache.host_answers": True, "cache.num_blocks": 1024}
+    settings = TIGHT | answers | {"workers.tensor_parallel_size": num_ranks}
+    application = cluster.run(f"host-answers-{num_ranks}", settings)
     application.wait_ready()
     assert _arena_of(application, "prefill") == _arena_of(application, "decode") is not None
     turns = iter(prompts)

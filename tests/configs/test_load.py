@@ -96,7 +96,8 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("cahce: {}", ["cahce", "unknown key", "cache"]),
+        ("cahce: {}", ["cahce: unknown key; is cache meant?; allowed: ", "scheduler"]),
+        ("zebra: {}", ["zebra: unknown key; allowed: "]),
         ("cache: {blocks: 3}", ["cache.blocks", "unknown key", "num_blocks"]),
         ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
@@ -139,7 +140,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (
             "cache: {host_answers: true, host_gib: 1}\n"
             "workers: {unified: 0, prefill: 1, decode: 1, prefill_tensor_parallel_size: 2}",
-            ["cache.host_answers", "workers of one rank", "size to 1"],
+            ["cache.host_answers", "workers of 1 and of 2 ranks", "to one number"],
         ),
         (
             "cache: {host_gib: 1, enable_prefix_caching: false}",

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,7 @@ from engine.text.tokenizing import Tokenizing, load_tokenizer
 from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import Answer, answer, start_engine
 from tests.harness.seeds import seed_of
+from tests.harness.tiny_models import save_model
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
 BUDGET_TOKENS = 160
@@ -221,6 +223,35 @@ def test_preemption_changes_no_answer(tokenizing: Tokenizing) -> None:
     expected = [found.tokens for found in answer(roomy, requests)]
     assert [found.tokens for found in answer(tight, requests)] == expected
     assert tight.core.scheduler.statistics().num_preemptions > 0
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_mixture_holds_its_answers_among_prompts_of_any_length(
+    architecture: str, tokenizing: Tokenizing, tmp_path: Path
+) -> None:
+    """With length-aware scheduling and prompts in chunks: as each request's alone, and as asked."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, tmp_path)
+    save_model(tmp_path, architecture, vocab_size=3072, eos_token_id=1)
+    pattern = "[0-9]{3}-(ab|c){1,4}"
+    constraint = Constraint(ConstraintKind.REGEX, pattern)
+    requests = [
+        (prompt_of(tokenizing, PROMPT * repeats), params_of(constraint, SEED + i, max_tokens=40))
+        for i, repeats in enumerate((1, 16, 2, 9))
+    ]
+    engine = start_engine(
+        model__path=str(tmp_path),
+        model__max_model_len=240,
+        laps__queue="laps",
+        scheduler__max_num_batched_tokens=32,
+        scheduler__max_num_seqs=8,
+    )
+    alone = [answer(engine, [request])[0].tokens for request in requests]
+    together = answer(engine, requests)
+    assert [found.tokens for found in together] == alone
+    for found in together:
+        assert found.finish == "stop"
+        assert re.fullmatch(pattern, text_of(tokenizing, found))
 
 
 def test_answers_are_the_same_whether_steps_overlap(tokenizing: Tokenizing) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from actors.kv_transfer.contracts import (
     ArrivedBlocks,
     Deliver,
     OutgoingData,
+    Payload,
     PieceNumbers,
     StoredBlocks,
     UnfitError,
@@ -87,7 +88,7 @@ class CudaIpcSender:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert data is None or isinstance(data, StoredBlocks), "it names blocks"
         seq, self._next_seq = self._next_seq, self._next_seq + 1
-        payload = [] if data is None else [list(data.block_ids)]
+        payload: Payload = [] if data is None else [list(data.block_ids)]
         return await acknowledged(asyncio.ensure_future(deliver(seq, payload)), self._deadline_s)
 
     async def close(self) -> None:
@@ -183,7 +184,7 @@ class CudaIpcReceiver(Generic[S]):
         self,
         seq: int,
         num_bytes: int,
-        payload: list[Any],
+        payload: Payload,
         into: Sequence[int] | None = None,
     ) -> PulledBlocks[S]:
         if not self._is_open:
@@ -220,7 +221,7 @@ class CudaIpcReceiver(Generic[S]):
         if not self._unread and not self._is_open:
             self._all_read.set()
 
-    def _check(self, num_bytes: int, payload: list[Any], num_blocks: int) -> list[int]:
+    def _check(self, num_bytes: int, payload: Payload, num_blocks: int) -> list[int]:
         try:
             payloads = msgspec.convert(payload, list[list[int]])
         except msgspec.ValidationError as error:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import ray
@@ -20,6 +19,7 @@ from actors.kv_transfer.channels.host_staging import pageable
 from actors.kv_transfer.contracts import (
     Deliver,
     OutgoingData,
+    Payload,
     PieceBytes,
     PieceNumbers,
     StoredBlocks,
@@ -83,7 +83,7 @@ class ObjectStoreSender:
             if not self._is_open:
                 raise HandoffError(f"the channel of epoch {self._epoch} is closed")
             seq, self._next_seq = self._next_seq, self._next_seq + 1
-            payload = [] if data is None else [await self._put(data)]
+            payload: Payload = [] if data is None else [await self._put(data)]
             reply = asyncio.ensure_future(deliver(seq, payload))
             return await acknowledged(reply, self._deadline_s)
 
@@ -91,7 +91,7 @@ class ObjectStoreSender:
         self._is_open = False
         await end_thread(self._thread, _nothing)
 
-    async def _put(self, data: PieceBytes) -> Any:  # noqa: ANN401 - ray's ObjectRef is untyped
+    async def _put(self, data: PieceBytes) -> object:
         loop = asyncio.get_running_loop()
         try:
             # numpy's uint8 goes through shared memory with one copy; a tensor would take several.
@@ -125,7 +125,7 @@ class ObjectStoreReceiver:
         self,
         seq: int,
         num_bytes: int,
-        payload: list[Any],
+        payload: Payload,
         into: Sequence[int] | None = None,
     ) -> PieceBytes:
         if not self._is_open:
@@ -140,13 +140,16 @@ class ObjectStoreReceiver:
         self._is_open = False
         await end_thread(self._thread, _nothing)
 
-    def _fetch(self, num_bytes: int, payload: list[Any]) -> PieceBytes:
+    def _fetch(self, num_bytes: int, payload: Payload) -> PieceBytes:
         """Copies the object out of shared memory, so that its bytes are freed at once."""
         data = self._empty(num_bytes)
         if not payload:
             return data
+        reference = payload[0]
+        if not isinstance(reference, ray.ObjectRef):
+            raise HandoffError(f"a piece came as {type(reference).__name__}, not as a reference")
         try:
-            array = ray.get(payload[0], timeout=self._deadline_s)
+            array = ray.get(reference, timeout=self._deadline_s)
         except RayError as error:  # lost, its owner died, or not there in time
             raise HandoffError(f"a piece's object cannot be read: {error}") from error
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from actors.kv_transfer.contracts import Deliver, IncomingData, OutgoingData
+from actors.kv_transfer.contracts import Deliver, IncomingData, OutgoingData, Payload
 from actors.kv_transfer.waits import acknowledged, to_the_end
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind, PieceReply
@@ -160,7 +160,7 @@ class PairReceiver(Generic[Staged]):
         self,
         seq: int,
         num_bytes: int,
-        payload: list[Any],
+        payload: Payload,
         into: Sequence[int] | None = None,
     ) -> IncomingData:
         assert seq in self._claimed, f"piece {seq} of epoch {self.epoch} was not claimed"

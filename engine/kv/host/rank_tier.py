@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine.kv.host.arena import HostBlock
 from engine.kv.host.disk import DiskBlock
-from engine.kv.host.tier import HostLoad, HostTier, Stores
+from engine.kv.host.tier import HostLoad, HostTier, Save, Stores
 
 
 class RankTier:
@@ -25,6 +25,10 @@ class RankTier:
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         self._tier.save([(self._first_block + block_id, name) for block_id, name in evicted])
+
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> Save | None:
+        numbered = [(self._first_block + block_id, name) for block_id, name in evicted]
+        return self._tier.begin_save(numbered)
 
     @property
     def is_active(self) -> bool:

@@ -158,8 +158,8 @@ class HostLoad:
             return not self.is_cancelled and self.problem is None
 
 
-class _Save:
-    """Evicted blocks that are not published yet."""
+class Save:
+    """Evicted blocks that are not published yet; once `is_over`, the device's are not read."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class HostTier:
         self._disk = disk
         self._mover = mover
         self._num_staged = num_staged
-        self._saves: deque[_Save] = deque()
+        self._saves: deque[Save] = deque()
         self._saving: set[bytes] = set()
         self._loads: list[HostLoad] = []
         self._load_time = BlockTime(arena.block_bytes / _HOPED_BYTES_S, clock)
@@ -232,14 +232,21 @@ class HostTier:
     # ---- out of the device ----------------------------------------------------------------------
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Takes blocks (id, hash) that leave, of each sequence the last ones first."""
+        """Takes blocks (id, hash) that leave, of each sequence the last ones first.
+
+        The next step may overwrite them.
+        """
+        self.begin_save(evicted)
+
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> "Save | None":
+        """As `save`; returns what is copied, None if nothing is."""
         if self._is_off:
             self._counts["dropped"] += len(evicted)
-            return
+            return None
         num_in_vain = self._count_evicted(len(evicted))
         if self._is_in_vain(num_in_vain):
             self._counts["skipped"] += len(evicted)
-            return
+            return None
         hashes = [name for _, name in reversed(evicted)]  # a sequence's first go last
         is_new = [name not in self._saving and not self._arena.num_found([name]) for name in hashes]
         self._arena.touch([name for name, new in zip(hashes, is_new, strict=True) if not new])
@@ -249,12 +256,13 @@ class HostTier:
         self._counts["dropped"] += len(new) - len(slots)
         new = new[: len(slots)]
         if not new:
-            return
+            return None
         wait = self._mover.save([block_id for block_id, _ in new], slots)
-        save = _Save(slots, [name for _, name in new], wait)
+        save = Save(slots, [name for _, name in new], wait)
         self._saving.update(save.hashes)
         self._saves.append(save)
         self._save_lane.post(lambda: self._finish(save))
+        return save
 
     def _room(self, num_in_vain: int) -> int:
         """How many blocks may be saved now; none if it is negative."""
@@ -285,7 +293,7 @@ class HostTier:
         run = place * _NUM_FIRST_RUNS * _FIRST_SHARE // num_blocks
         return self._num_hits == 0 and run % _FIRST_SHARE > 0
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: Save) -> None:
         try:
             save.digests = save.wait()
         except Exception:
@@ -305,7 +313,7 @@ class HostTier:
             for load in ended:
                 self._end(load)
 
-    def _publish(self, save: _Save) -> bool:
+    def _publish(self, save: Save) -> bool:
         """False if another process is in the way."""
         if save.digests is None:
             self._arena.give_back(save.slots)
@@ -498,7 +506,7 @@ class HostTier:
         self._arena.give_back([load.blocks[i].slot for i in taken if i >= load.num_landed])
         if good:
             slots, hashes = [b.slot for b in good], [b.block_hash for b in good]
-            save = _Save(slots, hashes, list, is_from_disk=True)
+            save = Save(slots, hashes, list, is_from_disk=True)
             save.digests, save.is_over = [b.digest for b in good], True
             self._saves.append(save)
 

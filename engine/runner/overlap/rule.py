@@ -5,13 +5,15 @@ One layer of n tokens costs, by the rooflines of its parts,
     compute(n) = sum of  max(weight_bytes / memory_rate, n flops_per_token / product_rate)
     sums(n)    = n bytes_per_token / link_rate
 
-    whole      compute(n) + sums(n)
-    two        max(C, S),  C = compute(a) + compute(b),  S = sums(n)
+    whole      max(compute(n) + sums(n), launch)
+    two        max(C, S, launch_two),  C = compute(a) + compute(b),  S = sums(n)
 
-What cannot hide is the first part's first computation and the second's last sum, once a step; of
-many layers that is little. Where reading weights takes longer than the products of half the tokens,
-C is more than compute(n): in a mixture of 128 experts, 8 a token, in bf16 on an H200, below 6,500
-tokens. The prediction is no measurement: it leaves out that smaller products are slower.
+launch is what the host takes to launch a layer's operations: steps with prompts are split only
+where they replay no graph. On an H200's host it decides up to 32,768 tokens of Qwen3-30B-A3B over
+two ranks. What cannot hide is the first part's first computation and the second's last sum, once a
+step; of many layers that is little. Where reading weights takes longer than the products of half
+the tokens, C is more than compute(n): in a mixture of 128 experts, 8 a token, in bf16 on an H200,
+below 6,500 tokens. It is no measurement, and leaves out that smaller products are slower.
 
 Pure: all ranks of a model decide alike, from the step's numbers alone.
 """
@@ -42,15 +44,21 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """Per second, as measured on one device of its kind."""
+    """Per second, as measured on one device of its kind, and what its host takes."""
 
     memory_bytes: float
     flops: float
     link_bytes: float
+    # Seconds its host takes to launch a layer, where no graph is replayed: as one batch, as two.
+    launch_s: float
+    launch_two_s: float
 
 
-# bf16 products, reading memory, and NCCL between two GPUs of one host.
-H200 = DeviceRates(memory_bytes=3.94e12, flops=805e12, link_bytes=394e9)
+# bf16 products, reading memory, NCCL between two GPUs of one host, and layers of Qwen3-30B-A3B that
+# wait for their launches (load_tests/results/h200_moe.md).
+H200 = DeviceRates(
+    memory_bytes=3.94e12, flops=805e12, link_bytes=394e9, launch_s=1.14e-3, launch_two_s=2.94e-3
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +83,10 @@ class OverlapCosts:
     def gain(self, num_first: int, num_second: int) -> float:
         """The share of a whole step's time that splitting saves; below 0 = it loses."""
         num_tokens = num_first + num_second
-        whole = self.compute_s(num_tokens) + self.sums_s(num_tokens)
-        computed = self.compute_s(num_first) + self.compute_s(num_second)
-        return 1 - max(computed, self.sums_s(num_tokens)) / whole
+        sums_s = self.sums_s(num_tokens)
+        whole_s = max(self.compute_s(num_tokens) + sums_s, self.rates.launch_s)
+        computed_s = self.compute_s(num_first) + self.compute_s(num_second)
+        return 1 - max(computed_s, sums_s, self.rates.launch_two_s) / whole_s
 
 
 def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCosts:

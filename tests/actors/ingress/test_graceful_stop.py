@@ -22,9 +22,12 @@ class Applications:
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
         self.asked: list[str] = []
+        self.replica_states: dict[str, int] = {"RUNNING": 1}  # of all
 
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(applications=dict.fromkeys(self.answers))
+        ingress = SimpleNamespace(replica_states=self.replica_states)
+        application = SimpleNamespace(deployments={"ingress": ingress})
+        return SimpleNamespace(applications=dict.fromkeys(self.answers, application))
 
     def get_app_handle(self, name: str) -> "Applications":
         answer = self.answers[name]
@@ -74,6 +77,31 @@ def test_every_application_is_stopped_and_then_all_is_shut_down_as_by_ctrl_c(
         os.kill(os.getpid(), number)
     assert sorted(serve.asked) == ["one", "three"]
     assert CLEANED_UP
+
+
+@pytest.mark.parametrize(
+    ("states", "is_asked"),
+    [
+        ({}, False),
+        ({"STARTING": 2}, False),
+        ({"STARTING": 1, "RUNNING": 1}, True),
+        ({"STOPPING": 1}, True),
+        ({"RECOVERING": 1}, True),
+    ],
+)
+def test_an_application_that_has_not_started_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    hooks: list[Callable[[], None]],
+    states: dict[str, int],
+    is_asked: bool,
+) -> None:
+    serve = Applications(default=[0])
+    serve.replica_states = states
+    start(monkeypatch, hooks, serve)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert serve.asked == (["default"] if is_asked else [])
+    assert CLEANED_UP == [1]
 
 
 def test_nothing_that_goes_wrong_keeps_serve_from_being_shut_down(

@@ -82,7 +82,7 @@ class Pair:
         way: Way = "host",
         clock: Clock = REAL_TIME,
     ) -> None:
-        """gangs: of the roles that have several ranks. clock: of engines of one rank."""
+        """gangs: of the roles that have several ranks. clock: of engines and leases."""
         self._way = way
         self.ready: list[HandoffReady] = []
         self.engines: dict[Role, Engine] = {}
@@ -94,7 +94,7 @@ class Pair:
                 self.pieces[role] = KvPieces(engine.kv_store, num_threads=1)
                 continue
             led = stack.enter_context(LedRanks(gangs[role], build_end, *given))
-            self.engines[role] = engine = build_end(gangs[role].comm, *given, self._note)
+            self.engines[role] = engine = build_end(gangs[role].comm, *given, self._note, clock)
             led.lead_engine(engine)
             stores = engine.rank_stores
             self.pieces[role] = OwnBlockPieces(stores, led.steps, TIMEOUT_S, num_threads=1)

@@ -16,9 +16,11 @@ from engine.messages import Role
 from engine.request import SamplingParams
 from engine.scheduling.dp_scheduler import DpScheduler
 from tests.actors.kv_transfer.engine_pair import ROLES, Pair, Way, build_end
+from tests.actors.kv_transfer.stored_answers import check_conversations
 from tests.harness.in_process import answer, start_engine
 from tests.harness.led_ranks import LedRanks
 from tests.harness.rank_processes import RankProcesses
+from tests.harness.seeds import fresh_random
 from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE, save_model
 
 OWN_BLOCKS: dict[str, object] = {
@@ -81,6 +83,16 @@ def test_answers_are_those_of_one_rank(
                 numbers = [one.statistics().num_steps for one in scheduler.of_rank]
                 assert all(numbers), "both ranks had requests"
         assert pair.incoming.statistics().num_hit_blocks > 0
+
+
+def test_answers_of_ranks_are_stored_and_found(
+    gangs: dict[Role, RankProcesses], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=7, max_position_embeddings=512)
+    alone = start_engine(model__path=str(tmp_path))
+    rng = fresh_random()
+    given = tmp_path, OWN_BLOCKS, alone, monkeypatch, lambda: rng.randrange(VOCAB_SIZE)
+    check_conversations(*given, gangs)
 
 
 @pytest.mark.multi_gpu

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from engine.errors import ConfigError
 from engine.models.config_file import ConfigFile
-from engine.models.quantization_config import read_quantization
+from engine.models.quantization.config import read_quantization
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from tests.engine.models.closeness import assert_same_logits

@@ -16,9 +16,9 @@ from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
 from engine.models.mixture import build_mixture
-from engine.models.quantization import GPT_OSS_MXFP4
-from engine.models.quantized_formats import read_numbers
-from engine.models.quantized_tensors import check_shares
+from engine.models.quantization.published_numbers import read_numbers
+from engine.models.quantization.published_tensors import check_shares
+from engine.models.quantization.scheme import GPT_OSS_MXFP4
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
 from engine.models.mixture import build_mixture
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.moe import expert_matrices
 from engine.layers.quantized_weight import dequantize
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights

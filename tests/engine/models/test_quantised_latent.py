@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.llama_weights import layer_tensors
-from engine.models.quantized_tensors import check_shares, weight_bytes
+from engine.models.quantization.published_tensors import check_shares, weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import LayerWeights, load_weights

@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.moe import expert_matrices
 from engine.models.mixture import build_mixture
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
 from engine.models.weights import LayerWeights, load_weights, random_weights

@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
 from engine.layers.quantized_weight import compacted, dequantize
 from engine.models.llama import build_decoder
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights

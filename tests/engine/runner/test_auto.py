@@ -11,7 +11,7 @@ from configs.load import PROJECT_ROOT, load_config
 from configs.schema import AppConfig
 from engine.cost_model import StepWork
 from engine.errors import ConfigError
-from engine.models.quantized_tensors import weight_bytes
+from engine.models.quantization.published_tensors import weight_bytes
 from engine.models.spec import load_spec
 from engine.runner.auto import (
     Calibration,

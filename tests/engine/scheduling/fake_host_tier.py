@@ -26,6 +26,13 @@ class FakeLoad:
 
 
 @dataclass(slots=True, eq=False)
+class FakeSave:
+    blocks: list[tuple[int, bytes]]
+    contents: list[list[Written]]  # as it began
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class FakeHostTier:
     """`settle` lands as many blocks as it is told to; with `rng`, as many as it likes."""
 
@@ -36,20 +43,30 @@ class FakeHostTier:
     executor: FakeExecutor | None = None
     blocks: dict[bytes, list[Written]] = field(default_factory=dict)  # oldest first
     loads: list[FakeLoad] = field(default_factory=list)
+    saves: list["FakeSave"] = field(default_factory=list)
     num_loaded: int = 0
     num_finds: int = 0
     stores: Literal["evicted", "answers"] = "evicted"
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        assert self.executor is not None
         for block_id, block_hash in evicted:
-            content = [self.executor.content(block_id, slot) for slot in range(self._block_size)]
+            content = self._content(block_id)
             assert NOT_FINITE not in content
             known = self.blocks.pop(block_hash, content)
             assert known == content, "one hash names two contents"
             self.blocks[block_hash] = content
         while len(self.blocks) > self.max_blocks:
             del self.blocks[next(iter(self.blocks))]
+
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> "FakeSave":
+        """Copies only when it is over: until then nobody may overwrite the blocks."""
+        save = FakeSave(list(evicted), [self._content(block_id) for block_id, _ in evicted])
+        self.saves.append(save)
+        return save
+
+    def _content(self, block_id: int) -> list[Written]:
+        assert self.executor is not None
+        return [self.executor.content(block_id, slot) for slot in range(self._block_size)]
 
     @property
     def _block_size(self) -> int:
@@ -58,7 +75,7 @@ class FakeHostTier:
 
     @property
     def is_active(self) -> bool:
-        return bool(self.loads)
+        return bool(self.loads or self.saves)
 
     def find(self, hashes: Sequence[bytes]) -> list[Stored]:
         self.num_finds += 1
@@ -87,6 +104,13 @@ class FakeHostTier:
         for load in self.loads:
             self._go_on(load)
         self.loads = [load for load in self.loads if not load.is_over]
+        for save in self.saves:
+            if self.rng is None or self.rng.random() < 0.3:
+                now = [self._content(block_id) for block_id, _ in save.blocks]
+                assert now == save.contents, "blocks were overwritten before they were copied"
+                self.save(save.blocks)
+                save.is_over = True
+        self.saves = [save for save in self.saves if not save.is_over]
 
     def _go_on(self, load: FakeLoad) -> None:
         num_left = len(load.blocks) - load.num_landed

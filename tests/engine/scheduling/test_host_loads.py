@@ -288,6 +288,9 @@ def test_only_whole_blocks_of_the_answer_are_stored(is_aborted: bool) -> None:
             assert not tier.blocks
             world.step()
         world.abort(0)
+        world.check()
+        assert world.cache.num_held == 3, "until they are copied"
+        world.drain()
     else:
         world.drain()
     assert len(tier.blocks) == 3

@@ -1,5 +1,6 @@
 """From how many tokens two batches pay, by a cost model of the layers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ MIXTURE = LayerCosts(
     ),
     sum_bytes_per_token=2 * 2 * HIDDEN * 2 / 2,
 )
-COSTS = OverlapCosts(layer=MIXTURE, rates=H200)
+MEASURED = OverlapCosts(layer=MIXTURE, rates=H200)
+DEVICE_ALONE = replace(H200, launch_s=0.0, launch_two_s=0.0)
+COSTS = OverlapCosts(layer=MIXTURE, rates=DEVICE_ALONE)
 GPU = DeviceProperties(
     name="NVIDIA H200", capability=(9, 0), memory_bytes=1, num_sms=132,
     shared_memory_per_block_bytes=1,
@@ -65,7 +68,7 @@ def test_the_border_is_where_half_of_a_step_is_bound_by_its_products() -> None:
     paying = [n for n in range(256, 20000, 64) if _rule().pays(n // 2, n // 2, is_decode=False)]
     assert paying == list(range(paying[0], paying[-1] + 1, 64))
     assert 3300 < paying[0] < 6600
-    full = OverlapCosts(layer=MIXTURE, rates=H200).gain(3300, 3300)
+    full = COSTS.gain(3300, 3300)
     assert full == pytest.approx(COSTS.gain(8192, 8192), rel=0.01)  # nothing is read twice here
 
 
@@ -76,6 +79,16 @@ def test_the_gain_is_never_more_than_all_that_is_communicated_or_computed() -> N
         assert COSTS.gain(num_tokens // 2, num_tokens // 2) <= least / whole + 1e-12
 
 
+def test_steps_that_wait_for_their_launches_lose_as_measured() -> None:
+    """Tokens -> whole step over two batches, of two H200s of one host; all of them lost."""
+    rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=None, costs=MEASURED)
+    for num_tokens, measured in ((2048, 0.388), (8192, 0.422), (32768, 0.977)):
+        half = num_tokens // 2
+        assert 1 / (1 - MEASURED.gain(half, half)) == pytest.approx(measured, rel=0.1)
+        assert not rule.pays(half, half, is_decode=False)
+    assert rule.pays(32768, 32768, is_decode=False)
+
+
 def test_single_tokens_are_split_only_if_asked_for() -> None:
     assert not _rule().pays(50_000, 50_000, is_decode=True)
     asked = OverlapRule(min_prompt_tokens=None, min_decode_rows=16)
@@ -84,10 +97,7 @@ def test_single_tokens_are_split_only_if_asked_for() -> None:
 
 
 def test_a_slow_link_pays_earlier() -> None:
-    slow = OverlapCosts(
-        layer=MIXTURE,
-        rates=type(H200)(memory_bytes=H200.memory_bytes, flops=H200.flops, link_bytes=20e9),
-    )
+    slow = OverlapCosts(layer=MIXTURE, rates=replace(DEVICE_ALONE, link_bytes=20e9))
     assert COSTS.gain(1500, 1500) < MIN_GAIN < slow.gain(1500, 1500)
 
 
@@ -131,7 +141,7 @@ def test_a_device_without_rates_needs_a_number() -> None:
         shared_memory_per_block_bytes=1,
     )  # fmt: skip
     asked = ExecutionConfig(enable_two_batch_overlap=True)
-    assert build_rule(asked, MIXTURE, GPU).costs == COSTS
+    assert build_rule(asked, MIXTURE, GPU).costs == MEASURED
     with pytest.raises(ConfigError, match="no rates of NVIDIA A10"):
         build_rule(asked, MIXTURE, other)
     number = ExecutionConfig(enable_two_batch_overlap=True, tbo_min_prompt_tokens=512)

@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 
 from engine.models.config_file import ConfigFile
-from engine.models.quantization import MXFP4_GROUP, NVFP4_GROUP, Packing, Quantization
-from engine.models.quantization_keys import (
+from engine.models.quantization.config_keys import (
     INT_BITS,
     KINDS,
     MXFP8_GROUP,
@@ -13,6 +12,7 @@ from engine.models.quantization_keys import (
     names_of,
     require,
 )
+from engine.models.quantization.scheme import MXFP4_GROUP, NVFP4_GROUP, Packing, Quantization
 
 
 def read_compressed(section: ConfigFile) -> Quantization:

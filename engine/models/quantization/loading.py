@@ -19,15 +19,15 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales
 from engine.models.llama_weights import StackedTensor
-from engine.models.quantization import (
+from engine.models.quantization.published_numbers import Numbers, read_numbers
+from engine.models.quantization.published_tensors import Axis, Portion, published_tensors
+from engine.models.quantization.scheme import (
     FP4_PACKINGS,
     FP8_PACKINGS,
     MXFP4_PACKINGS,
     Packing,
     Quantization,
 )
-from engine.models.quantized_formats import Numbers, read_numbers
-from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from engine.ranks.rank import Rank
 from kernels.quant.int4 import pack_int4
 from kernels.quant.sizes import choose_half
@@ -68,18 +68,26 @@ class PublishedStack(ABC):
         stacked: StackedTensor,
         quantization: Quantization,
         *,
+        dtype: torch.dtype,
         device: torch.device,
         rank: Rank,
     ) -> None:
+        """dtype: of the inputs and outputs."""
         mine = stacked.of_rank(rank)
         assert mine.num_columns is not None
         self.quantization = quantization
         self.device = device
         self.is_filled = False  # with random numbers
+        self._num_experts = mine.num_experts
         self._num_columns = mine.num_columns
         self._num_rows = sum(mine.num_rows.values())
         self._tile_rows = _common_rows(quantization, tuple(mine.num_rows.values()))
         self._parts = _place(stacked, mine, self._tile_rows, rank)
+        self._allocate(dtype)
+
+    @abstractmethod
+    def _allocate(self, dtype: torch.dtype) -> None:
+        """Make the tensors that `place` fills."""
 
     def destinations(self) -> dict[str, "PublishedPart"]:
         """Published name -> where what is read under that name goes."""
@@ -110,33 +118,24 @@ class PublishedStack(ABC):
 class QuantizedStack(PublishedStack):
     """The numbers and scales of a map that is computed with as it is quantised."""
 
-    def __init__(
-        self,
-        stacked: StackedTensor,
-        quantization: Quantization,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: Rank,
-    ) -> None:
-        super().__init__(stacked, quantization, device=device, rank=rank)
-        mine, num_rows = stacked.of_rank(rank), self._num_rows
-        assert mine.num_columns is not None
+    def _allocate(self, dtype: torch.dtype) -> None:
+        quantization, device = self.quantization, self.device
+        num_rows, num_columns = self._num_rows, self._num_columns
         self._order_of: dict[int, str] = {}  # expert -> the module that its `order` is of
         columns = self._parts[0].portion.scale_columns(quantization)
-        num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
+        num_scales = (-(-num_rows // self._tile_rows), -(-num_columns // columns))
         self._format = _format_of(quantization)
         self._is_fp8 = self._format is WeightFormat.FP8
-        self._half = 0 if self._is_fp8 else choose_half(mine.num_columns, columns)
-        width = mine.num_columns if self._is_fp8 else mine.num_columns // 2
+        self._half = 0 if self._is_fp8 else choose_half(num_columns, columns)
+        width = num_columns if self._is_fp8 else num_columns // 2
         data_dtype = torch.float8_e4m3fn if self._is_fp8 else torch.uint8
         self.data = torch.empty((num_rows, width), dtype=data_dtype, device=device)
         has_zeros = quantization.has_zero_points
         has_order = "g_idx" in "".join(published_tensors(quantization))
         is_e2m1 = self._format is WeightFormat.FP4
-        orders = torch.arange(mine.num_columns, device=device)
-        if mine.num_experts is not None:
-            orders = orders.repeat(mine.num_experts, 1)
+        orders = torch.arange(num_columns, device=device)
+        if self._num_experts is not None:
+            orders = orders.repeat(self._num_experts, 1)
         self.scales = Scales(
             values=torch.empty(num_scales, dtype=_scale_dtype(quantization), device=device),
             rows=self._tile_rows,
@@ -247,18 +246,9 @@ class QuantizedStack(PublishedStack):
 class DecodedStack(PublishedStack):
     """A map that is made a matrix, once: see `is_made_matrix`."""
 
-    def __init__(
-        self,
-        stacked: StackedTensor,
-        quantization: Quantization,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: Rank,
-    ) -> None:
-        super().__init__(stacked, quantization, device=device, rank=rank)
+    def _allocate(self, dtype: torch.dtype) -> None:
         shape = self._num_rows, self._num_columns
-        self._matrix = torch.empty(shape, dtype=dtype, device=device)
+        self._matrix = torch.empty(shape, dtype=dtype, device=self.device)
 
     def weight(self, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(self._matrix, bias)

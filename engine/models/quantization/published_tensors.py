@@ -32,7 +32,7 @@ from enum import Enum
 
 from engine.errors import ConfigError
 from engine.models.llama_weights import Split, StackedTensor, layer_tensors, outer_tensors
-from engine.models.quantization import (
+from engine.models.quantization.scheme import (
     BITS_AND_BYTES_GROUP,
     FP4_PACKINGS,
     FP8_PACKINGS,
@@ -142,13 +142,15 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
     """Suffix -> tensor, of every quantised linear map."""
-    if quantization.packing in FP4_PACKINGS:
-        return _tensors_of_fp4(quantization)
-    if quantization.packing in FP8_PACKINGS or quantization.packing is Packing.INT8:
-        return _tensors_of_bytes(quantization)
-    if quantization.packing is Packing.BITS_AND_BYTES:
-        return _tensors_of_table(quantization)
-    return _tensors_of_words(quantization)
+    match quantization.packing:
+        case Packing.FP8 | Packing.ONLINE_FP8 | Packing.INT8:
+            return _tensors_of_bytes(quantization)
+        case Packing.COMPRESSED_INT | Packing.AWQ | Packing.GPTQ:
+            return _tensors_of_words(quantization)
+        case Packing.MXFP4 | Packing.QUARK_MXFP4 | Packing.NVFP4 | Packing.MODELOPT_NVFP4:
+            return _tensors_of_fp4(quantization)
+        case Packing.BITS_AND_BYTES:
+            return _tensors_of_table(quantization)
 
 
 def _tensors_of_bytes(quantization: Quantization) -> dict[str, PublishedTensor]:

@@ -1,4 +1,4 @@
-"""How the linear maps of a model are quantised, as a record; `quantization_config` reads it."""
+"""How the linear maps of a model are quantised, as a record; config.py reads it."""
 
 import re
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ Formats, by `quant_method` (sources: the configurations that the named packages 
                         FP8_PER_CHANNEL_PER_TOKEN (an output), MXFP8, NVFP4 and W4A16_NVFP4
     quark               AMD's Quark: FP8 a tensor or output, MXFP4
     bitsandbytes        4 bits, nf4 and fp4, with scales in fp32 or quantised (unsloth's)
-    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_files`)
+    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_experts`)
 
 Weights of integers and of 4 bits of float are published for activations of few bits too; here
 activations are as they are, which is more accurate.
@@ -28,10 +28,19 @@ import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
-from engine.models.compressed_tensors import is_of_attention, read_compressed
 from engine.models.config_file import ConfigFile
-from engine.models.quantization import (
+from engine.models.quantization.compressed_tensors import is_of_attention, read_compressed
+from engine.models.quantization.config_keys import (
+    INT_BITS,
+    KINDS,
+    MXFP8_GROUP,
+    WAY_OUT,
+    names_of,
+    require,
+)
+from engine.models.quantization.scheme import (
     BITS_AND_BYTES_GROUP,
     HEAD_MODULE,
     MXFP4_GROUP,
@@ -40,14 +49,6 @@ from engine.models.quantization import (
     Packing,
     Quantization,
     compiled_entries,
-)
-from engine.models.quantization_keys import (
-    INT_BITS,
-    KINDS,
-    MXFP8_GROUP,
-    WAY_OUT,
-    names_of,
-    require,
 )
 
 SECTIONS = ("quantization_config", "compression_config")
@@ -140,12 +141,23 @@ def _fp8(section: ConfigFile) -> Quantization:
 
 def _fbgemm(section: ConfigFile) -> Quantization:
     """Inputs have their own scales, so that `activation_scale_ub`, their bound, is not read."""
+    ignored = (HEAD_MODULE, *_left_out(section, "modules_to_not_convert"))
+    return _fp8_with("output", ignored)
+
+
+def _fp8_with(
+    scale_of: Literal["tensor", "output"],
+    ignored: tuple[str, ...],
+    *,
+    quantizes_activations: bool = True,
+) -> Quantization:
+    """FP8 with a scale of each tensor or output."""
     return Quantization(
         packing=Packing.FP8,
-        tile_rows=1,
+        tile_rows=None if scale_of == "tensor" else 1,
         tile_columns=None,
-        quantizes_activations=True,
-        ignored=(HEAD_MODULE, *_left_out(section, "modules_to_not_convert")),
+        quantizes_activations=quantizes_activations,
+        ignored=ignored,
     )
 
 
@@ -344,14 +356,10 @@ def _modelopt(section: ConfigFile) -> Quantization:
     algorithm = section.text("quant_algo", "")
     ignored = _globs(names_of(section, "ignore", "exclude_modules", "modules_to_not_convert"))
     match algorithm.upper():
-        case "FP8" | "FP8_PER_CHANNEL_PER_TOKEN":
-            return Quantization(
-                packing=Packing.FP8,
-                tile_rows=None if algorithm.upper() == "FP8" else 1,
-                tile_columns=None,
-                quantizes_activations=True,
-                ignored=ignored,
-            )
+        case "FP8":
+            return _fp8_with("tensor", ignored)
+        case "FP8_PER_CHANNEL_PER_TOKEN":
+            return _fp8_with("output", ignored)
         case "MXFP8":
             _check_modelopt_group(section, MXFP8_GROUP)
             return Quantization(
@@ -424,12 +432,10 @@ def _quark_scheme(general: ConfigFile, ignored: tuple[str, ...]) -> Quantization
     kind, shared = weight.text("dtype"), weight.text("qscheme")
     match kind, shared:
         case ("fp8_e4m3", "per_tensor" | "per_channel"):
-            return Quantization(
-                packing=Packing.FP8,
-                tile_rows=None if shared == "per_tensor" else 1,
-                tile_columns=None,
+            return _fp8_with(
+                "tensor" if shared == "per_tensor" else "output",
+                ignored,
                 quantizes_activations=inputs is not None,
-                ignored=ignored,
             )
         case ("fp4", "per_group") if weight.text("scale_format", "") == "e8m0":
             require(weight, "group_size", MXFP4_GROUP)

@@ -1,6 +1,6 @@
 """From published tensors of a quantised linear map to its numbers, scales and zero points.
 
-Every function takes suffix -> tensor, as `quantized_tensors` lists them, and returns `Numbers`. The
+Every function takes suffix -> tensor, as `published_tensors` lists them, and returns `Numbers`. The
 numbers of FP8 weights are copied to their place as they are, and are not seen here.
 The layouts are those that the formats' own writers produce:
 
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models.quantization import (
+from engine.models.quantization.published_tensors import state_name
+from engine.models.quantization.scheme import (
     BITS_AND_BYTES_GROUP,
     MXFP4_PACKINGS,
     Packing,
     Quantization,
 )
-from engine.models.quantized_tensors import state_name
 
 Tensors = Mapping[str, Tensor]
 _WORD_BITS = 32
@@ -72,7 +72,7 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
             return _awq(tensors)
         case Packing.GPTQ:
             return _gptq(quantization, tensors)
-        case _:
+        case Packing.MXFP4 | Packing.QUARK_MXFP4 | Packing.NVFP4 | Packing.MODELOPT_NVFP4:
             return _fp4(quantization, tensors)
 
 
