@@ -233,28 +233,30 @@ def test_a_mixture_is_told_which_key_it_has_instead_of_sequence_parallel_steps(
         builder.build_executor()
 
 
+TWO_BATCHES = {
+    "execution.enable_two_batch_overlap": True,
+    "execution.tbo_min_prompt_tokens": 64,
+}
+
+
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "overlaps", "expected"),
+    ("device", "num_ranks", "settings", "expected"),
     [
-        ("cuda", 4, False, 40_960),  # rows of 1 KiB
-        ("cuda", 2, False, None),
-        ("cuda", 4, True, None),
-        ("cpu", 4, False, None),
+        ("cuda", 4, {}, 40_960),  # rows of 1 KiB
+        ("cuda", 2, {}, None),
+        ("cuda", 4, TWO_BATCHES, None),
+        ("cuda", 4, {"model.quantization": "fp8"}, None),
+        ("cpu", 4, {}, None),
     ],
 )
 def test_steps_are_sequence_parallel_by_themselves_where_that_was_measured(
     device: str,
     num_ranks: int,
-    overlaps: bool,
+    settings: dict[str, object],
     expected: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, object] = {"workers.tensor_parallel_size": num_ranks}
-    if overlaps:
-        settings |= {
-            "execution.enable_two_batch_overlap": True,
-            "execution.tbo_min_prompt_tokens": 64,
-        }
+    settings = settings | {"workers.tensor_parallel_size": num_ranks}
     config = load_config(None, settings)
     folder = read_folder(config, WHOLE_MODEL)
     sizes = StepSizes(max_rows=2, max_tokens=16, max_graph_rows=2)
