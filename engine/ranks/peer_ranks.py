@@ -123,8 +123,8 @@ class PeerRanks:
 
     def fits_share(self, x: Tensor) -> bool:
         is_line = x.is_contiguous() and fits_norm(x)
-        streams = x.nbytes <= self.limits.share_stream and fits_share_stream(x, self.memory)
-        return is_line and streams
+        is_long = not self._shares(x, x.nbytes) and x.nbytes <= self.limits.share_stream
+        return is_line and is_long and fits_share_stream(x, self.memory)
 
     def share_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

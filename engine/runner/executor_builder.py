@@ -275,8 +275,11 @@ class ExecutorBuilder:
         return asked if self._model.can_exchange and self._comm.rank.size > 1 else None
 
     def _auto_sequence_parallel(self) -> int | None:
+        """None where nobody has measured it."""
         num_ranks = self._comm.rank.size
-        if self._device.type == "cpu" or num_ranks == 1 or self._overlaps:
+        if self._device.type == "cpu" or num_ranks == 1:
+            return None
+        if self._overlaps or self._spec.quantization is not None:
             return None
         row_bytes = self._spec.hidden_size * self._dtype.itemsize
         found = sequence_parallel_tokens(device_properties(self._device).name, num_ranks, row_bytes)

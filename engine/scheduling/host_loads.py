@@ -65,6 +65,10 @@ class HostTier(Protocol):
         """Store blocks (id, hash), of each sequence the last ones first; None = none is copied."""
         ...
 
+    def now_s(self) -> float:
+        """Of any clock."""
+        ...
+
     @property
     def is_active(self) -> bool:
         """Whether something is under way, for which `settle` must be called again."""
@@ -258,7 +262,10 @@ class HostLoads:
             blocks = self._worthy(request, found_ids, hashes[num_before:], terms_of, costs)
             if not blocks:
                 return
+            began_s = self._tier.now_s()
             load = self._start(hashes, num_before, blocks)
+            # Who computes everything waits for the same evictions.
+            now_s += self._tier.now_s() - began_s
         elif load.num_waiting == 0:
             load.under_way.resume()
         load.num_waiting += 1

@@ -17,8 +17,9 @@ class SumLimits:
     norm: int  # of a sum with residual and norm, in one or two shots; above it
     stream: int  # in a stream of pieces; above it they are apart
     shares: int  # of what is gathered or scattered: all ranks' shares together
-    share_stream: int = 0  # of a sum of which ranks take their rows, with the norm, in a stream
-    gather_stream: int = 0  # of what is gathered, above `shares`, in a stream
+    # Above `shares`, in a stream of pieces: what is scattered with residual and norm, and gathered.
+    share_stream: int = 0
+    gather_stream: int = 0
     # Of a dense layer's sum with residual and norm: from it on ranks scatter, normalise their
     # shares and gather; 0 = never.
     sequence_parallel: int = 0
@@ -44,6 +45,9 @@ _MEASURED: dict[tuple[str, int], SumLimits] = {
         norm=16 * _MIB,
         stream=0,
         shares=16 * _MIB,
+        share_stream=_TIB,
+        gather_stream=64 * _MIB,
+        sequence_parallel=40 * _MIB,
     ),
 }
 # What SGLang and vLLM measured on H100 and H200 with kernels of the same kind, halved.

@@ -56,6 +56,20 @@ def collecting_as_a_worker() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def sharing_as_a_worker() -> Iterator[None]:
+    """Threads share the interpreter as in a worker.
+
+    With Python's own interval one that reads tokens waits up to 5 ms for the one that steps.
+    """
+    interval_s = sys.getswitchinterval()
+    share_interpreter()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
 def no_figures() -> list[Figure]:
     """Of ranks that are not there."""
     return []
@@ -74,21 +88,19 @@ def measure_host_work(
     Yields each figure as soon as it is measured. of_ranks: what other ranks had to do with the
     steps so far; asked before there are streams. turns: a file for every turn, a line of JSON each.
     """
-    interval_s = sys.getswitchinterval()
-    share_interpreter()  # as a worker does
     watch = _TurnWatch(ours.engine.core)
     try:
-        alone = _decode(ours, watch, prompts, num_tokens, None)
-        yield from _host_figures(ours.engine.core.statistics())
-        yield from of_ranks()
-        yield from _step_figures("step", alone)
-        with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
-            beside = _decode(ours, watch, prompts, num_tokens, readers)
-        yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside)
-        if turns is not None:
-            _write_turns(turns, {"alone": alone, "beside": beside})
+        with sharing_as_a_worker():
+            alone = _decode(ours, watch, prompts, num_tokens, None)
+            yield from _host_figures(ours.engine.core.statistics())
+            yield from of_ranks()
+            yield from _step_figures("step", alone)
+            with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
+                beside = _decode(ours, watch, prompts, num_tokens, readers)
+            yield from _step_figures(f"step beside {NUM_STREAMS} streams", beside)
+            if turns is not None:
+                _write_turns(turns, {"alone": alone, "beside": beside})
     finally:
-        sys.setswitchinterval(interval_s)
         watch.take_off()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
     yield median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step")

@@ -5,7 +5,6 @@ reader in another thread as one encoded message a step, as a worker's do, and co
 decoded them.
 """
 
-import gc
 import math
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Self
 from engine.core import EngineCore
 from engine.messages import LoadReport, StepMessage, TokenRecord, decode, encode
 from engine.request import RequestKey
+from load_tests.lab.host_work import collecting_as_a_worker, sharing_as_a_worker
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.mixed_load import MixedLoad, Served, Stamps
 
@@ -76,20 +76,27 @@ class TokenReader:
 
 
 def serve_load(ours: EngineInProcess, load: MixedLoad) -> list[Served]:
-    """Run `load` until every request has its last token, without older garbage."""
+    """Run `load` until every request has its last token.
+
+    Threads share the interpreter, and garbage is collected, as in a worker.
+    """
     arrivals = load.arrivals()
     assert arrivals, f"nobody arrives in {load.duration_s} s at {load.rate}/s"
     due = deque(zip(arrivals, load.prompts(arrivals, ours.engine.spec.vocab_size), strict=True))
     stamps = Stamps(arrivals)
     indices: dict[RequestKey, int] = {}  # the reader finds a key here: it was added before its step
     core = ours.engine.core
-    gc.collect()
-    start_s = time.perf_counter()
+    start_s = math.nan
 
     def stamp(record: TokenRecord, now_s: float) -> None:
         stamps.add(indices[record.key], now_s - start_s)
 
-    with TokenReader(ours.engine.load(), stamp) as reader:
+    with (
+        sharing_as_a_worker(),
+        collecting_as_a_worker(),
+        TokenReader(ours.engine.load(), stamp) as reader,
+    ):
+        start_s = time.perf_counter()
         while due or core.has_work:
             while due and due[0][0].at_s <= time.perf_counter() - start_s:
                 _, prompt = due.popleft()

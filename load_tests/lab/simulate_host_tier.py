@@ -47,7 +47,8 @@ BUS_BYTES_S = 49e9
 BURST_BYTES = 10 * 2**20
 BURST_S = 0.08e-3  # queueing one, and hearing of its end
 STAGE_S, STAGE_BLOCK_S = 0.45e-3, 1.3e-6  # of a save, and of each of its blocks
-DIGEST_S = 0.05e-3
+DIGEST_S = 0.2e-3
+LOAD_START_S = 0.5e-3  # until its thread has it
 BESIDE_SAVE_S, BESIDE_LOAD_S = 0.33e-3, 0.74e-3  # that a step takes longer
 
 COUNTED = ["hit_blocks", "stored", "dropped", "skipped"]
@@ -102,7 +103,8 @@ class VirtualGpu:
         rows = self.rows.take(len(block_ids))
         num_direct = len(block_ids) - len(rows)
         self._time.wait_until(self._time.now_s() + STAGE_S)
-        are_read_s = self._saves.queue(STAGE_BLOCK_S * len(rows))
+        held_up_s = self._rng.uniform(0.0, self._kernel_s) * self._steps.is_busy
+        are_read_s = self._saves.queue(held_up_s + STAGE_BLOCK_S * len(rows))
         if num_direct:
             self._down.queue(num_direct * BLOCK_BYTES / BUS_BYTES_S, are_read_s)
             are_read_s = self._saves.free_s = self._down.free_s
@@ -120,7 +122,7 @@ class VirtualGpu:
         return wait
 
     def begin_load(self) -> Copy:
-        are_read_s = self._saves.free_s
+        are_read_s = max(self._saves.free_s, self._time.now_s() + LOAD_START_S)
 
         def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
             self._wait_beside(max(self._time.now_s(), are_read_s))

@@ -108,6 +108,9 @@ class VirtualTier:
     is_active: bool = False
     stores: Literal["evicted", "answers"] = "evicted"
 
+    def now_s(self) -> float:
+        return self.clock.now_s()
+
     def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         raise AssertionError("what is stored is drawn before")
 

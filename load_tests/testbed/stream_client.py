@@ -23,6 +23,7 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.Transport | None = None
     pieces: list[Piece] = field(default_factory=list)
     retry_after: str = ""  # of the answer; "" = it says nothing of it
+    is_kept: bool = False  # by the server, behind the answer
     ended: asyncio.Future[None] | None = None
     parser: httptools.HttpResponseParser = field(init=False)
 
@@ -47,6 +48,7 @@ class _Connection(asyncio.Protocol):
         self.pieces.append((time.perf_counter(), data))
 
     def on_message_complete(self) -> None:
+        self.is_kept = self.parser.should_keep_alive()  # it forgets what the headers said
         if self.ended is not None and not self.ended.done():
             self.ended.set_result(None)
 
@@ -76,7 +78,7 @@ class StreamClient:
 
         Raises RefusedError, or OSError when there is no connection or it ends before the answer.
         """
-        connection = self._idle.pop() if self._idle else await self._connect()
+        connection = self._kept() or await self._connect()
         assert connection.transport is not None, "it is connected"
         connection.pieces, connection.retry_after = [], ""
         connection.ended = asyncio.get_running_loop().create_future()
@@ -87,7 +89,7 @@ class StreamClient:
             connection.transport.abort()
             raise
         status = connection.parser.get_status_code()
-        if connection.parser.should_keep_alive():
+        if connection.is_kept:
             self._idle.append(connection)
         else:
             connection.transport.abort()
@@ -101,6 +103,15 @@ class StreamClient:
             assert connection.transport is not None, "it is connected"
             connection.transport.abort()
         self._idle.clear()
+
+    def _kept(self) -> _Connection | None:
+        """One that is idle, and that the server has not closed since."""
+        while self._idle:
+            connection = self._idle.pop()
+            assert connection.transport is not None, "it was connected"
+            if not connection.transport.is_closing():
+                return connection
+        return None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -30,6 +30,9 @@ class RankTier:
         numbered = [(self._first_block + block_id, name) for block_id, name in evicted]
         return self._tier.begin_save(numbered)
 
+    def now_s(self) -> float:
+        return self._tier.now_s()
+
     @property
     def is_active(self) -> bool:
         return self._tier.is_active

@@ -224,6 +224,10 @@ class HostTier:
         """`wake` is called, on another thread, when `settle` or a load has something new."""
         self._wake = wake
 
+    def now_s(self) -> float:
+        """By the clock that loads are timed with."""
+        return self._clock.now_s()
+
     @property
     def is_active(self) -> bool:
         """Whether something is under way, for which `settle` must be called again."""

@@ -91,9 +91,10 @@ def test_a_sum_goes_with_its_norm_only_where_it_may(ranks: PeerRanks) -> None:
 
 
 def test_shares_of_a_sum_go_with_their_norm_only_where_they_may(ranks: PeerRanks) -> None:
-    assert not ranks.fits_share(_lines(16)), "in no stream unless the limit says so"
+    assert not ranks.fits_share(_lines(1024)), "in no stream unless the limit says so"
     ranks.limits = replace(LIMITS, share_stream=2**20)
     assert ranks.fits_share(_lines(2**20))
+    assert not ranks.fits_share(_lines(512)), "so few are scattered at once"
     assert not ranks.fits_share(_lines(2**20 + 16)), "larger than the limit"
     assert not ranks.fits_share(_lines(1024).T), "no lines"
     x, weight = _lines(64), torch.ones(8, dtype=torch.bfloat16)
@@ -134,6 +135,8 @@ def test_an_unknown_gpu_has_limits_that_say_so(num_ranks: int) -> None:
 def test_a_step_is_sequence_parallel_from_as_many_tokens_as_were_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert sequence_parallel_tokens("NVIDIA H200", 4, row_bytes=2 * 5120) == 4096
+    assert sequence_parallel_tokens("NVIDIA H200", 2, row_bytes=2 * 5120) is None, "not measured"
     limits = {("NVIDIA Z9000", 4): replace(LIMITS, sequence_parallel=2**20)}
     monkeypatch.setattr("kernels.comm.limits._MEASURED", limits)
     assert sequence_parallel_tokens("NVIDIA Z9000", 4, row_bytes=2**10) == 2**10

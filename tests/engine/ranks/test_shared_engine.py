@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model_folder import read_folder
 from engine.models.kv_scales import write_kv_scales
-from engine.ranks.rank import WHOLE_MODEL
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.runner.auto import StepSizes
 from engine.runner.executor_builder import ExecutorBuilder
@@ -230,6 +231,41 @@ def test_a_mixture_is_told_which_key_it_has_instead_of_sequence_parallel_steps(
     builder = ExecutorBuilder(config, spec=folder.spec, layout=folder.layout, sizes=sizes)
     with pytest.raises(ConfigError, match="the model has experts; leave it out, or set"):
         builder.build_executor()
+
+
+TWO_BATCHES = {
+    "execution.enable_two_batch_overlap": True,
+    "execution.tbo_min_prompt_tokens": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "settings", "expected"),
+    [
+        ("cuda", 4, {}, 40_960),  # rows of 1 KiB
+        ("cuda", 2, {}, None),
+        ("cuda", 4, TWO_BATCHES, None),
+        ("cuda", 4, {"model.quantization": "fp8"}, None),
+        ("cpu", 4, {}, None),
+    ],
+)
+def test_steps_are_sequence_parallel_by_themselves_where_that_was_measured(
+    device: str,
+    num_ranks: int,
+    settings: dict[str, object],
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = settings | {"workers.tensor_parallel_size": num_ranks}
+    config = load_config(None, settings)
+    folder = read_folder(config, WHOLE_MODEL)
+    sizes = StepSizes(max_rows=2, max_tokens=16, max_graph_rows=2)
+    builder = ExecutorBuilder(config, spec=folder.spec, layout=folder.layout, sizes=sizes)
+    comm, gpu = SimpleNamespace(rank=Rank(0, num_ranks)), SimpleNamespace(name="NVIDIA H200")
+    monkeypatch.setattr(builder, "_device", torch.device(device))
+    monkeypatch.setattr(builder, "_comm", comm)
+    monkeypatch.setattr("engine.runner.executor_builder.device_properties", lambda _: gpu)
+    assert builder._min_exchanged_tokens() == expected
 
 
 def test_a_rank_keeps_its_heads_and_knows_the_whole_model(

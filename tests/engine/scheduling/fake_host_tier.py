@@ -46,6 +46,8 @@ class FakeHostTier:
     saves: list["FakeSave"] = field(default_factory=list)
     num_loaded: int = 0
     num_finds: int = 0
+    start_s: float = 0.0  # that it takes to begin a load
+    clock_s: float = 0.0
     stores: Literal["evicted", "answers"] = "evicted"
 
     def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
@@ -72,6 +74,10 @@ class FakeHostTier:
     def _block_size(self) -> int:
         assert self.executor is not None
         return self.executor._block_size
+
+    def now_s(self) -> float:
+        self.clock_s += self.start_s
+        return self.clock_s
 
     @property
     def is_active(self) -> bool:

@@ -124,6 +124,15 @@ def test_a_prompt_of_several_steps_waits_no_longer_for_a_load_that_stalls() -> N
     world.cache.release(world.land(0))
 
 
+def test_what_it_takes_to_make_room_is_no_waiting() -> None:
+    """Who computes everything waits for the same evictions."""
+    world = Loads()
+    world.tier.start_s = 0.25
+    request = world.request("a")
+    assert world.is_awaited(request, 5.0)
+    assert world.loads.due_s == pytest.approx(5.25 + 0.1 * PRIOR.seconds(2000, 0))
+
+
 def test_what_the_device_has_counts_where_a_load_stalls() -> None:
     """Attention to it is part of what computing the rest takes."""
     world = Loads()

@@ -1,18 +1,21 @@
 """The mixed load is the peer's for the same seed, and times count from when a request was due."""
 
+import gc
 import itertools
 import random
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from actors.lifecycle.threads import SWITCH_S
 from engine.messages import LoadReport, TokenRecord
 from engine.request import RequestKey
 from load_tests.lab.mixed_http import Asking, HttpClients, serve_over_http
-from load_tests.lab.open_loop import TokenReader
+from load_tests.lab.open_loop import TokenReader, serve_load
 from load_tests.mixed_load import Arrival, MixedLoad, OverloadError, Served, Stamps
 from tests.harness.seeds import seed_of
 from tests.load_tests.http_load.fake_openai import FakeOpenAI, Reply, running
@@ -123,6 +126,48 @@ def test_what_fails_in_the_reader_is_raised() -> None:
 
     with pytest.raises(KeyError, match="0"), TokenReader(NO_LOAD, fail) as reader:
         reader.publish(records(1))
+
+
+class OneStep:
+    """In place of an engine in this process: a request has its one token after a step."""
+
+    def __init__(self) -> None:
+        self.engine = self.core = self
+        self.spec = SimpleNamespace(vocab_size=100)
+        self.steps: list[tuple[float, int]] = []  # switch interval; objects no collection looks at
+        self._keys: list[RequestKey] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._keys)
+
+    def defer_s(self) -> float:
+        return 0.0
+
+    def load(self) -> LoadReport:
+        return NO_LOAD
+
+    def add(self, prompt: list[int], num_tokens: int) -> RequestKey:
+        self._keys.append(RequestKey(f"{len(self._keys) + len(self.steps):032x}"))
+        return self._keys[-1]
+
+    def step(self) -> SimpleNamespace:
+        self.steps.append((sys.getswitchinterval(), gc.get_freeze_count()))
+        records = [TokenRecord(key=self._keys.pop(), index=0, token_id=3)]
+        return SimpleNamespace(tokens=[("", one) for one in records], has_progressed=True)
+
+
+def test_threads_and_garbage_of_an_engine_in_process_are_as_in_a_worker() -> None:
+    """Else a first token waits up to 5 ms for the host's part of the step behind it."""
+    interval_s, num_frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    ours = OneStep()
+    load = MixedLoad(rate=1000.0, duration_s=0.001, seed=7, num_output_tokens=1)
+    assert len(serve_load(ours, load)) == len(ours.steps) > 0  # type: ignore[arg-type]
+    for step_interval_s, num_left_out in ours.steps:
+        assert step_interval_s == pytest.approx(SWITCH_S)
+        assert num_left_out > num_frozen
+    assert sys.getswitchinterval() == interval_s
+    gc.freeze()  # as these tests began
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------
