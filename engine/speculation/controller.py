@@ -41,9 +41,10 @@ model learns the price of drafts from plain steps of more rows. Prompts of the s
 in any case and are not counted; the padding that drafts add to its graph is. What steps with drafts
 of about that size took beyond the prediction is added to it (`surcharge.py`).
 
-Drafts are optional and shrink first: to the tokens that the step has left, beside prompts to its
-seconds, and while short prompts wait to `short_slack` of the plain step's time. A request rests if
-none of its drafts paid in a few steps in a row. Steps with prompts do not count: the next step may
+Drafts are optional and shrink first: to the tokens that the step has left, and beside prompts or
+while short ones wait to `prompt_slack` of the plain step's time. A prompt waits for all of its
+step, and one that comes meanwhile for the rest of it. A request rests if none of its drafts paid in
+a few steps in a row. Steps with prompts do not count: the next step may
 have room for drafts.
 
 Purse. Steps with drafts pay into it what they gain over plain steps, or take out what they lose;
@@ -286,8 +287,10 @@ def _plain_rate(offer: StepOffer, costs: StepCosts) -> float:
 
 
 def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float:
+    """Seconds of the step with drafts, at most."""
     limit_s = float("inf") if offer.max_step_s is None else max(offer.max_step_s, plain_s)
-    return min(limit_s, plain_s * (1 + rules.short_slack)) if offer.is_short_waiting else limit_s
+    delays_prompts = offer.is_short_waiting or offer.work.num_prompt_tokens > 0
+    return min(limit_s, plain_s * (1 + rules.prompt_slack)) if delays_prompts else limit_s
 
 
 def _num_fitting(

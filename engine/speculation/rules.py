@@ -25,7 +25,7 @@ class SpeculationRules:
     fair_slack: float = 0.1  # of the most tokens per second, given up for as many drafts a row
     trial_rows: int = 16  # requests at a time that are tried where drafts do not pay yet
     trial_drafts: int = 2  # of each of these, where they do not pay at once
-    short_slack: float = 0.05  # share of the plain step that drafts may add while shorts wait
+    prompt_slack: float = 0.05  # share of the plain step that drafts may add where prompts wait
     purse_steps: float = 1.25  # plain steps that may be lost at once
     saved_steps: float = 16.0  # plain steps' time that gains are kept of, for losses later
     refill: float = 0.005  # of a plain step, for each step

@@ -342,8 +342,8 @@ def _run_in_process(
         if variant.drafts is not None:
             accept_synthetically(ours, variant.drafts.probability)
         warm_up(ours, _warm_up_load(args))
-        keep_costs = partial(_keep_costs, results, variant.label, ours)
-        _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep_costs)
+        keep = partial(_keep_rate, results, variant.label, ours)
+        _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep)
         cache, layout = ours.engine.cache, ours.engine.layout
         results.about |= {
             "engine": ours.engine.describe(),
@@ -385,11 +385,21 @@ def _measure_all(
         sweep.search(variant, serve, args.search_seeds or args.seeds)
 
 
-def _keep_costs(results: Results, variant: str, ours: EngineInProcess, rate: float) -> None:
-    """The step costs fitted by now, also by rate: a simulation may then know less than the end."""
-    costs = msgspec.to_builtins(ours.engine.core.scheduler.costs)
+def _keep_rate(results: Results, variant: str, ours: EngineInProcess, rate: float) -> None:
+    """The host's last steps, and the step costs fitted by now.
+
+    Costs also by rate: a simulation may then know less than the end.
+    """
+    core = ours.engine.core
+    costs = msgspec.to_builtins(core.scheduler.costs)
     results.costs[variant] = costs
     results.costs_by_rate.setdefault(variant, {})[rate] = costs
+    times = core.statistics()
+    phases = {"plan": times.plan, "launch": times.launch, "commit": times.commit}
+    results.about[f"host ms a step (processor), {variant} at {rate:g}/s"] = ", ".join(
+        f"{name} {1e3 * phase.mean_s:.2f} ({1e3 * phase.mean_cpu_s:.2f})"
+        for name, phase in phases.items()
+    )
 
 
 def _loads(args: argparse.Namespace) -> Iterator[MixedLoad]:

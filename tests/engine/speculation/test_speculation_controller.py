@@ -418,7 +418,18 @@ def test_short_prompts_that_wait_shrink_the_drafts() -> None:
     free = choose_drafts(table(survivals), offer([8] * 64), FITTED)
     waiting = choose_drafts(table(survivals), offer([8] * 64, is_short_waiting=True), FITTED)
     assert 0 < sum(waiting.num_drafts) < sum(free.num_drafts)
-    assert waiting.step_s <= (1 + RULES.short_slack) * waiting.plain_s
+    assert waiting.step_s <= (1 + RULES.prompt_slack) * waiting.plain_s
+
+
+@pytest.mark.parametrize("num_tokens", [64, 256, 1024])
+def test_prompts_of_the_same_step_shrink_the_drafts(num_tokens: int) -> None:
+    """They wait for all of the step, and so do those that come meanwhile."""
+    survivals = table([np.cumprod([0.9] * 8).tolist()] * 64)
+    free = choose_drafts(survivals, offer([8] * 64), FITTED)
+    work = decodes(64).with_prompt(num_tokens, 0)
+    beside = choose_drafts(survivals, offer([8] * 64, work=work, max_step_s=0.05), FITTED)
+    assert 0 < sum(beside.num_drafts) < sum(free.num_drafts)
+    assert beside.step_s <= (1 + RULES.prompt_slack) * beside.plain_s
 
 
 def test_prompts_of_the_same_step_do_not_make_drafts_look_cheap() -> None:

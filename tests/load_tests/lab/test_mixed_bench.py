@@ -91,6 +91,8 @@ def test_a_run_measures_every_variant_on_one_engine(tmp_path: Path) -> None:
     assert set(written["step_costs"]) == {"fcfs", "laps, exclusive"}
     assert written["step_costs"]["fcfs"]["num_samples"] > 0
     assert written["about"]["left_out"] == []
+    host = written["about"]["host ms a step (processor), fcfs at 20/s"]
+    assert [part.split()[0] for part in host.split(", ")] == ["plan", "launch", "commit"]
     table = results.render()
     assert "| 20         | laps, exclusive |" in table
 
