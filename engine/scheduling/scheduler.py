@@ -419,7 +419,7 @@ class Scheduler:
             work=budget.work,
             costs=self.costs,
             max_tokens=num_left if num_lines_left is None else min(num_left, num_lines_left),
-            is_short_waiting=self._reserve.first_short is not None,
+            is_short_waiting=self._reserve.is_short_waiting,
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
             num_held_rows=self._in_flight.num_held_rows,

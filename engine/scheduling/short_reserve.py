@@ -96,10 +96,7 @@ class ShortReserve:
 
     def add(self, request: Request) -> None:
         """The request waits from now on; its known tokens do not change while it does."""
-        if self.is_long(request):
-            self._long.add(request)
-        elif self.is_on:
-            self._short.add(request)
+        (self._long if self.is_long(request) else self._short).add(request)
 
     def remove(self, key: RequestKey) -> None:
         """The request no longer waits."""
@@ -130,7 +127,12 @@ class ShortReserve:
     @property
     def first_short(self) -> Request | None:
         """The first waiting short request; None = there is none, or the reserve is off."""
-        return self._short.first or self._asking
+        return (self._short.first or self._asking) if self.is_on else None
+
+    @property
+    def is_short_waiting(self) -> bool:
+        """Whether a short request waits, with or without a reserve; or one asks (reserve only)."""
+        return len(self._short) > 0 or self._asking is not None
 
     @property
     def first_long(self) -> Request | None:

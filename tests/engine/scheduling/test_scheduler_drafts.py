@@ -247,6 +247,23 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left(
     replica.check_idle()
 
 
+@pytest.mark.parametrize("short_share", [0.0, 0.3])
+def test_a_short_prompt_that_waits_is_offered_as_waiting_whatever_is_reserved(
+    short_share: float,
+) -> None:
+    policy = _Offered(3)
+    drafting = Drafting(_guesser(), policy, holds=False)
+    replica = Replica(max_rows=1, short_share=short_share, drafting=drafting)
+    replica.add("a", prompt_of(3), params=params_of(30))
+    for _ in range(2):
+        replica.step()
+    replica.add("b", prompt_of(5, 1), params=params_of(2))
+    replica.step()
+    assert [offer.is_short_waiting for offer in policy.offers] == [False, True]
+    replica.run()
+    replica.check_idle()
+
+
 def test_drafts_are_not_bounded_by_a_graph_that_has_too_few_rows_for_the_step() -> None:
     policy = _Offered(7)
     laps = ResolvedLaps(queue="laps", batch_prefill_max_rows=2)
