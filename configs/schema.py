@@ -308,7 +308,8 @@ class WorkersConfig(_Section, frozen=True):
     # Of a model without experts: in steps of at least so many tokens each rank goes on with its
     # share of them between a sum and the product after it, so that residual and norm are computed
     # once instead of on every rank. None = in no step; auto = where that was measured to be faster
-    # (kernels/comm/limits.py): not for mixtures, quantised weights or two batches at once.
+    # (kernels/comm/limits.py): not for mixtures, quantised weights, two batches at once or GPUs
+    # whose sums go through NCCL alone.
     sequence_parallel_min_tokens: Positive | Auto | None = "auto"
     # With whole experts, each rank has requests of its own, with their whole KV, and all of the
     # model but the experts of others. So ranks add room for KV, of which latent attention otherwise

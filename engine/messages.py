@@ -342,9 +342,9 @@ class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_corrupt: int  # found not to be what was stored
     num_gone: int  # evicted from the tier while they were loaded
     num_stored: int
-    num_known: int  # evicted from the device, and in the tier already
-    num_dropped: int  # evicted from the device, and not stored for want of a free block
-    num_skipped: int  # evicted from the device, and not stored, because nothing stored is found
+    num_known: int  # left the device, and in the tier already
+    num_dropped: int  # left the device, and not stored for want of a free block
+    num_skipped: int  # left the device, and not stored, because nothing stored is found
     num_waits: int  # requests that waited for a load
     num_given_up: int  # of these, those that computed the rest
     wait_s: float  # of all of them together

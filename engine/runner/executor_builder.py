@@ -281,6 +281,8 @@ class ExecutorBuilder:
             return None
         if self._overlaps or self._spec.quantization is not None:
             return None
+        if self._comm.fused_sums is None:  # without peer memory, through NCCL alone
+            return None
         row_bytes = self._spec.hidden_size * self._dtype.itemsize
         found = sequence_parallel_tokens(device_properties(self._device).name, num_ranks, row_bytes)
         if found is not None:

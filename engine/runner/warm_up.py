@@ -61,7 +61,9 @@ def warm_up(
     is_gpu = executor.model.device.type == "cuda"
     steps = _cpu_steps()
     if is_gpu:
-        sizes = sorted({*executor.model.token_sizes, *LINEAR_TOKENS})
+        least_shared = executor.min_exchanged_tokens  # ranks exchange shares of it by other kernels
+        shared = () if least_shared is None else (least_shared,)
+        sizes = sorted({*executor.model.token_sizes, *LINEAR_TOKENS, *shared})
         chosen = (_prompts(size, max_row_tokens) for size in sizes if size < max_tokens)
         steps = chain(chosen, _gpu_steps(num_rows, max_tokens, max_row_tokens))
         if executor.attends_few_tokens_apart:

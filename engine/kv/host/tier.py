@@ -159,7 +159,7 @@ class HostLoad:
 
 
 class Save:
-    """Evicted blocks that are not published yet; once `is_over`, the device's are not read."""
+    """Blocks that left and are not published yet; once `is_over`, the device's are not read."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class HostTier:
         """
         self.begin_save(evicted)
 
-    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> "Save | None":
+    def begin_save(self, evicted: Sequence[tuple[int, bytes]]) -> Save | None:
         """As `save`; returns what is copied, None if nothing is."""
         if self._is_off:
             self._counts["dropped"] += len(evicted)

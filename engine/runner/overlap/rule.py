@@ -56,6 +56,8 @@ class DeviceRates:
 
 # bf16 products, reading memory, NCCL between two GPUs of one host, and layers of Qwen3-30B-A3B that
 # wait for their launches (load_tests/results/h200_moe.md).
+# A dense layer has fewer operations to launch; what they take was not measured, so that of a dense
+# model fewer steps are split than may pay.
 H200 = DeviceRates(
     memory_bytes=3.94e12, flops=805e12, link_bytes=394e9, launch_s=1.14e-3, launch_two_s=2.94e-3
 )

@@ -240,18 +240,20 @@ TWO_BATCHES = {
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "settings", "expected"),
+    ("device", "num_ranks", "has_peer_memory", "settings", "expected"),
     [
-        ("cuda", 4, {}, 40_960),  # rows of 1 KiB
-        ("cuda", 2, {}, None),
-        ("cuda", 4, TWO_BATCHES, None),
-        ("cuda", 4, {"model.quantization": "fp8"}, None),
-        ("cpu", 4, {}, None),
+        ("cuda", 4, True, {}, 40_960),  # rows of 1 KiB
+        ("cuda", 4, False, {}, None),
+        ("cuda", 2, True, {}, None),
+        ("cuda", 4, True, TWO_BATCHES, None),
+        ("cuda", 4, True, {"model.quantization": "fp8"}, None),
+        ("cpu", 4, False, {}, None),
     ],
 )
 def test_steps_are_sequence_parallel_by_themselves_where_that_was_measured(
     device: str,
     num_ranks: int,
+    has_peer_memory: bool,
     settings: dict[str, object],
     expected: int | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +263,9 @@ def test_steps_are_sequence_parallel_by_themselves_where_that_was_measured(
     folder = read_folder(config, WHOLE_MODEL)
     sizes = StepSizes(max_rows=2, max_tokens=16, max_graph_rows=2)
     builder = ExecutorBuilder(config, spec=folder.spec, layout=folder.layout, sizes=sizes)
-    comm, gpu = SimpleNamespace(rank=Rank(0, num_ranks)), SimpleNamespace(name="NVIDIA H200")
+    sums = SimpleNamespace() if has_peer_memory else None
+    comm = SimpleNamespace(rank=Rank(0, num_ranks), fused_sums=sums)
+    gpu = SimpleNamespace(name="NVIDIA H200")
     monkeypatch.setattr(builder, "_device", torch.device(device))
     monkeypatch.setattr(builder, "_comm", comm)
     monkeypatch.setattr("engine.runner.executor_builder.device_properties", lambda _: gpu)
