@@ -159,6 +159,12 @@ def _build_measured_executor(
     role: Role,
 ) -> MeasuredExecutor:
     """Build for the sizes chosen for the device; measure steps if the configuration needs it."""
+    is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if config.model.device == "cuda" and not is_built:
+        raise ConfigError(
+            f"model.device: cuda, but torch {torch.__version__} is built without CUDA; install one"
+            " that is built with it, or set cpu"
+        )
     device = device_properties(torch.device(config.model.device))
     sizes = _choose_sizes(config, folder, device, comm, role)
     gpu_bytes = device.memory_bytes if device.is_gpu else 0

@@ -6,6 +6,7 @@ neither torch nor Ray.
 """
 
 import logging
+import socket
 from pathlib import Path
 
 from configs.schema import AppConfig
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 def check_startable(config: AppConfig) -> None:
     """Raises ConfigError, naming file or key: what the workers would refuse to start with."""
+    _check_address(config.handoff.address)
     folder = Path(config.model.path)
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
@@ -44,6 +46,19 @@ def check_startable(config: AppConfig) -> None:
     check_templates(folder)
     tokenizing = load_tokenizer(folder, spec.vocab_size)
     _check_ids(folder, tokenizing, spec.vocab_size)
+
+
+def _check_address(address: str | None) -> None:
+    """Refuses an address that no actor could listen on: the start would wait for it for ever."""
+    if address is None:
+        return
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"handoff.address: {address!r} is no address that this machine knows ({error}); set"
+            " 127.0.0.1 where all runs on one machine, or leave it out"
+        ) from error
 
 
 def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:

@@ -72,6 +72,17 @@ def test_whole_folders_pass(sharded: Path) -> None:
     check(sharded)
 
 
+@pytest.mark.parametrize("address", ["not an address", "127.0.0.1:8000", "a..b"])
+def test_an_address_that_nothing_could_listen_on_is_refused(sharded: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^handoff\.address: .*; set 127\.0\.0\.1 "):
+        check(sharded, handoff__address=address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_an_address_of_this_machine_passes(sharded: Path, address: str) -> None:
+    check(sharded, handoff__address=address)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
