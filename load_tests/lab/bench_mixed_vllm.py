@@ -1,6 +1,5 @@
 """The mixed load of bench_mixed served by vLLM in this process, as a peer to be measured beside.
 
-    VLLM_WORKER_MULTIPROC_METHOD=spawn \\
     python -m load_tests.lab.bench_mixed_vllm --shapes qwen3-8b --rates 16 24 \\
         --batched-tokens 2048 --long-threshold 1024 --short-first --limits 100,1000,50 --search >
         vllm.txt
@@ -8,8 +7,8 @@
 
 The same arrivals by seed, the same prompts, quantiles and search; greedy, no end of sequence, no
 prefix cache, random weights. Prints one `RESULT {json}` line a rate, which bench_mixed's `--peer`
-reads, then tables. Needs an installed vLLM; knows nothing of this project's engine. vLLM forks
-unless it is told to spawn, and a process that has looked at its GPU cannot be forked.
+reads, then tables. Needs an installed vLLM; knows nothing of this project's engine. The engine has
+a process of its own, as in vLLM's server.
 """
 
 import argparse
@@ -24,6 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from configs.process_environment import set_defaults
+from load_tests.lab.bench_engine_vllm import environment
 from load_tests.lab.mixed_sweep import Budget, Results, Sweep, note
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.mixed_load import (
@@ -192,6 +193,7 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
 
 def main() -> None:
     args = build_parser().parse_args()
+    set_defaults(environment(args.shapes))
     with tempfile.TemporaryDirectory() as scratch:
         results = run(args, Path(scratch))
     for point in results.points:

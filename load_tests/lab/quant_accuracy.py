@@ -19,6 +19,7 @@ weights with K and V in e4m3: with all scales 1, and calibrated on other windows
 
 import argparse
 import hashlib
+import logging
 import math
 import sysconfig
 import tempfile
@@ -49,6 +50,8 @@ from kernels.kv.scales import KvScales
 from load_tests.lab.rounded_reference import ROUNDED_FORMS, Float64Scorer
 from load_tests.tables import render_rows
 from load_tests.testbed.quantised_folders import DECODED_FORMS, FORMS, write_quantised
+
+logger = logging.getLogger(__name__)
 
 MODEL = PROJECT_ROOT / "demo_model" / "laps-demo"
 ONLINE = "model.quantization: fp8"
@@ -251,7 +254,17 @@ def render(found: Sequence[Accuracy]) -> str:
     return render_rows([header, *rows])
 
 
+def _told(found: Iterator[Accuracy]) -> Iterator[Accuracy]:
+    """Passes rows on; logs each, so that a run that is cut has shown what it found."""
+    for accuracy in found:
+        logger.info(
+            "%s: KL %.5f nats, perplexity %.3f", accuracy.name, accuracy.kl, accuracy.perplexity
+        )
+        yield accuracy
+
+
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens each")
@@ -261,16 +274,17 @@ def main() -> None:
     args = parser.parse_args()
     windows, device = held_out_windows(args.windows), torch.device(args.device)
     with tempfile.TemporaryDirectory() as scratch:
-        found = list(measure(args.forms, windows, device, Path(scratch)))
+        found = list(_told(measure(args.forms, windows, device, Path(scratch))))
     print(f"{found[0].num_tokens} tokens of held-out text, {args.device}\n")
     print(render(found))
     if args.rounded:
         with tempfile.TemporaryDirectory() as scratch:
-            print(f"\n{render(list(measure_rounded(list(ROUNDED_FORMS), windows, Path(scratch))))}")
+            rounded = measure_rounded(list(ROUNDED_FORMS), windows, Path(scratch))
+            print(f"\n{render(list(_told(rounded)))}")
     if args.kv:
         drawn = held_out_windows(2 * args.windows + 1)
         others = [window for window in drawn if window not in windows]
-        print(f"\n{render(list(measure_kv(windows, others, device)))}")
+        print(f"\n{render(list(_told(measure_kv(windows, others, device))))}")
 
 
 if __name__ == "__main__":
