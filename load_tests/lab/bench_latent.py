@@ -283,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_rows in args.rows:
             for num_keys in args.keys:
                 for line, is_same in measure(shape, num_rows, num_keys, configs, scales):
+                    print(*line, file=sys.stderr, flush=True)  # should the time be over before
                     lines.append(line)
                     is_good = is_good and is_same
     print(render_rows(lines), flush=True)
