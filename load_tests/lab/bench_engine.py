@@ -210,7 +210,7 @@ class Results:
 
 def num_allocations() -> tuple[int, int]:
     """How often memory of the device and pinned memory were asked of CUDA so far."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_available():
         return 0, 0
     on_device = torch.cuda.memory_stats().get("num_device_alloc", 0)
     return int(on_device), int(torch.cuda.host_memory_stats().get("num_host_alloc", 0))
