@@ -290,18 +290,18 @@ def deployments(
     ]
 
 
-def cells_of(sizes: Sizes, only: str) -> list[tuple[str, int, str, str]]:
-    """Role, rank, signal and phase of each cell whose words hold `only`."""
+def cells_of(sizes: Sizes, only: Sequence[str]) -> list[tuple[str, int, str, str]]:
+    """Role, rank, signal and phase of each cell whose words hold all of `only`."""
     ranks = [(role, rank) for role, size in sizes.items() for rank in range(size)]
     cells = [(*rank, name, phase) for rank in ranks for name in SIGNALS for phase in PHASES]
-    return [cell for cell in cells if only in " ".join(map(str, cell))]
+    return [cell for cell in cells if all(text in " ".join(map(str, cell)) for text in only)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the record there, in markdown")
     parser.add_argument(
-        "--only", default="", help="cells whose role, rank, signal and phase hold this"
+        "--only", nargs="*", default=[], help="cells whose role, rank, signal and phase hold all"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
