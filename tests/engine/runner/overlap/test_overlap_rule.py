@@ -20,6 +20,7 @@ from engine.runner.overlap.rule import (
     layer_costs,
 )
 from kernels.device import DeviceProperties
+from load_tests.lab.shapes import write_shapes
 from tests.harness.tiny_models import save_model
 
 # Qwen3-30B-A3B on two ranks in bf16: 128 experts of 768, 8 a token, 32 heads and 4 KV heads of 128.
@@ -36,7 +37,7 @@ MIXTURE = LayerCosts(
     sum_bytes_per_token=2 * 2 * HIDDEN * 2 / 2,
 )
 MEASURED = OverlapCosts(layer=MIXTURE, rates=H200)
-DEVICE_ALONE = replace(H200, launch_s=0.0, launch_two_s=0.0)
+DEVICE_ALONE = replace(H200, launches_s=(0.0, 0.0), dp_launches_s=(0.0, 0.0))
 COSTS = OverlapCosts(layer=MIXTURE, rates=DEVICE_ALONE)
 GPU = DeviceProperties(
     name="NVIDIA H200", capability=(9, 0), memory_bytes=1, num_sms=132,
@@ -87,6 +88,18 @@ def test_steps_that_wait_for_their_launches_lose_as_measured() -> None:
         assert 1 / (1 - MEASURED.gain(half, half)) == pytest.approx(measured, rel=0.1)
         assert not rule.pays(half, half, is_decode=False)
     assert rule.pays(32768, 32768, is_decode=False)
+
+
+def test_steps_with_dp_attention_take_longer_to_launch(tmp_path: Path) -> None:
+    """Of DeepSeek-V2-Lite over two H200s, 8,192 and 16,384 tokens on each rank: 0.50 and 0.72."""
+    folder = write_shapes("deepseek-v2-lite", tmp_path)
+    spec = load_spec(folder, sharing="dp_attention").of_rank(Rank(0, 2))
+    costs = OverlapCosts(layer=layer_costs(spec, 2, 2), rates=H200)
+    rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=None, costs=costs)
+    assert 1 / (1 - costs.gain(4096, 4096)) == pytest.approx(0.499, rel=0.15)
+    assert not rule.pays(8192, 8192, is_decode=False)
+    own = replace(costs, rates=replace(H200, dp_launches_s=H200.launches_s))
+    assert replace(rule, costs=own).pays(8192, 8192, is_decode=False)  # as it was predicted before
 
 
 def test_single_tokens_are_split_only_if_asked_for() -> None:
