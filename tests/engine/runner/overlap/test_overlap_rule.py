@@ -20,7 +20,6 @@ from engine.runner.overlap.rule import (
     layer_costs,
 )
 from kernels.device import DeviceProperties
-from load_tests.lab.shapes import write_shapes
 from tests.harness.tiny_models import save_model
 
 # Qwen3-30B-A3B on two ranks in bf16: 128 experts of 768, 8 a token, 32 heads and 4 KV heads of 128.
@@ -35,6 +34,19 @@ MIXTURE = LayerCosts(
         ),
     ),
     sum_bytes_per_token=2 * 2 * HIDDEN * 2 / 2,
+)
+# DeepSeek-V2-Lite with DP attention on two ranks: 32 experts of 1,408 on each, 6 a token, of both
+# ranks' tokens; two shared ones, and latent attention of 16 heads.
+OTHERS = 2048 * (16 * 192 + 576 + 16 * 128 + 3 * 2 * 1408) + 512 * 16 * 256
+DP_MIXTURE = LayerCosts(
+    parts=(
+        PartCosts(weight_bytes=2 * OTHERS, flops_per_token=2 * OTHERS),
+        PartCosts(
+            weight_bytes=2 * 3 * 2048 * 32 * 1408, flops_per_token=2 * 3 * 2048 * 2 * 3 * 1408
+        ),
+    ),
+    sum_bytes_per_token=2 * 2048 * 2,
+    has_dp_attention=True,
 )
 MEASURED = OverlapCosts(layer=MIXTURE, rates=H200)
 DEVICE_ALONE = replace(H200, launches_s=(0.0, 0.0), dp_launches_s=(0.0, 0.0))
@@ -90,11 +102,9 @@ def test_steps_that_wait_for_their_launches_lose_as_measured() -> None:
     assert rule.pays(32768, 32768, is_decode=False)
 
 
-def test_steps_with_dp_attention_take_longer_to_launch(tmp_path: Path) -> None:
+def test_steps_with_dp_attention_take_longer_to_launch() -> None:
     """Of DeepSeek-V2-Lite over two H200s, 8,192 and 16,384 tokens on each rank: 0.50 and 0.72."""
-    folder = write_shapes("deepseek-v2-lite", tmp_path)
-    spec = load_spec(folder, sharing="dp_attention").of_rank(Rank(0, 2))
-    costs = OverlapCosts(layer=layer_costs(spec, 2, 2), rates=H200)
+    costs = OverlapCosts(layer=DP_MIXTURE, rates=H200)
     rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=None, costs=costs)
     assert 1 / (1 - costs.gain(4096, 4096)) == pytest.approx(0.499, rel=0.15)
     assert not rule.pays(8192, 8192, is_decode=False)
@@ -146,6 +156,7 @@ def test_costs_of_a_layer_are_those_of_its_weights(architecture: str, tmp_path: 
         mixed = sum(model.get_parameter(n).numel() for n in names if ".experts." in n)
         assert _weight_bytes(own) * 2 == _weight_bytes(costs) * 2 - 4 * mixed / 2
         assert own.sum_bytes_per_token == 2 * 64 * 4 / 2
+        assert own.has_dp_attention
 
 
 def test_a_device_without_rates_needs_a_number() -> None:
