@@ -133,6 +133,7 @@ class Generations:
     def update(self, topology: Topology) -> None:
         """Takes over the supervisor's topology."""
         self.links.update(topology.roles)
+        self._view.note_hosts(topology.workers)
         self.queue_limit.update(topology)
         self._hasher = self._hasher or block_hasher(topology)
         self._is_forced = is_forced(self._view.snapshots())
