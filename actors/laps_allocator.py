@@ -79,7 +79,7 @@ class LapsAllocator:
         self._lifeline.beat()
         known = decode(topology, Topology)
         self._links.update(known.roles)
-        self._router.note_limits(known.workers.values())
+        self._router.note_workers(known.workers)
         self._router.update(known.roles)
 
     async def address(self) -> bytes:

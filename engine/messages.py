@@ -454,6 +454,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     max_model_len: int
     pid: int
+    host: str = ""  # the machine that it runs on, by `host_id`; "" = not known
     limits: WorkerLimits | None = None  # None = as the configuration says
     # Key of its block hashes, for lookups in its prefix cache; never leaves the application.
     block_key: bytes = b""

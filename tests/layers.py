@@ -10,6 +10,7 @@ ROOMS = ("configs", "kernels", "engine", "actors", "serve_app", "load_tests", "d
 _RECORDS = (
     "engine.errors",
     "engine.clock",
+    "engine.host_id",
     "engine.request",
     "engine.plan",
     "engine.cost_model",
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (),
     "engine.errors": (),
     "engine.clock": (),
+    "engine.host_id": (),
     "engine.file_checks": ("engine.errors",),
     "engine.request": ("engine.errors",),
     "engine.plan": ("engine.request",),

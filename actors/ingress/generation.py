@@ -133,6 +133,7 @@ class Generations:
     def update(self, topology: Topology) -> None:
         """Takes over the supervisor's topology."""
         self.links.update(topology.roles)
+        self._view.note_hosts(topology.workers)
         self.queue_limit.update(topology)
         self._hasher = self._hasher or block_hasher(topology)
         self._is_forced = is_forced(self._view.snapshots())
@@ -158,7 +159,7 @@ class Generations:
         """Yields the job's tokens in order, each once, those that wait together; the last carries
         `finish`.
 
-        `on_placed` gets the workers of the first attempt, before its first token. `on_joined` is
+        `on_placed` gets the workers of each attempt, before its first token. `on_joined` is
         called, in every attempt, when its KV has arrived at a decode worker.
         Closing the iterator early cancels the request on every worker. Raises CapacityError
         (nothing can take it now), NumericsError, PoisonedError (workers died under it, or lately
@@ -176,8 +177,7 @@ class Generations:
             assign = await self._route(key, job, known_ids, avoid)
             if self._has_ended:
                 raise stopping_error()
-            if attempt == 0:
-                on_placed(assign)
+            on_placed(assign)
             try:
                 async with self._attempt(key, job, known_ids, assign, on_joined) as mailbox:
                     while not mailbox.is_finished:

@@ -13,7 +13,7 @@ import msgspec
 from actors.ingress.generation import GenerationJob, Generations, new_request_id
 from actors.ingress.prompt_tokens import PromptTokens
 from actors.observability.metrics import IngressMetrics
-from actors.observability.request_times import RequestTimes
+from actors.observability.request_times import RequestTimes, WorkerPair
 from actors.openai.bad_words import banned_sequences
 from actors.openai.chat_text import hold_behind_thinking
 from actors.openai.protocol import (
@@ -197,6 +197,7 @@ class _Choice:
     ) -> None:
         """index: choices are numbered prompt by prompt."""
         self.is_finished = False
+        self._is_placed = False
         self._request = request
         self._index = index
         self._prompt, self._child = divmod(index, request.parsed.n)
@@ -225,9 +226,18 @@ class _Choice:
         )
 
     def on_placed(self, assign: Assign) -> None:
-        """Notes the workers of the choice's first attempt."""
+        """Notes the workers of an attempt, the first of which counts as the choice's placement."""
+        times = self._request.times
         if self._index == 0:
-            self._request.times.placed_s = self._clock.now_s()
+            workers = WorkerPair(
+                assign.prefill_worker, assign.decode_worker or assign.prefill_worker
+            )
+            times.attempts.append(workers)
+        if self._is_placed:
+            return
+        self._is_placed = True
+        if self._index == 0:
+            times.placed_s = self._clock.now_s()
         self._metrics.classes.count_placed(assign)
 
     def on_joined(self) -> None:

@@ -56,11 +56,15 @@ class OtlpTrace:
         """Writes the stages and closes the request's span; the thread sends them later."""
         for stage in times.stages():
             child = self._tracer.start_span(
-                stage.name, self._context, start_time=_ns(stage.start_s + self._offset_s)
+                stage.name,
+                self._context,
+                attributes={} if stage.worker is None else {"laps.worker": stage.worker},
+                start_time=_ns(stage.start_s + self._offset_s),
             )
             child.end(_ns(stage.end_s + self._offset_s))
         self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
         self._span.set_attribute("gen_ai.usage.output_tokens", num_output_tokens)
+        self._span.set_attribute("laps.attempts", len(times.attempts))
         if error is not None:  # its name only: the text may quote what the client sent
             kind = type(error).__name__
             self._span.set_attribute("error.type", kind)

@@ -4,10 +4,19 @@
        |-tokenize-|--place--|-queue-|-prefill-|--handoff---|-first_decode-|--stream----|
 
 They are those of the first choice, on this process's clock; only the prompt's wait at its worker is
-reported by that worker. Knows no HTTP and no OpenTelemetry.
+reported by that worker. From the queue on, a stage belongs to a worker. Knows no HTTP and no
+OpenTelemetry.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class WorkerPair(NamedTuple):
+    """The workers of one attempt; the same one twice where nothing is handed over."""
+
+    prefill: str
+    decode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,7 @@ class Stage:
     name: str
     start_s: float
     end_s: float
+    worker: str | None = None  # where it was; None = in the ingress, or not known
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -26,6 +36,8 @@ class RequestTimes:
     arrived_s: float
     tokenized_s: float | None = None
     placed_s: float | None = None
+    attempts: list[WorkerPair] = field(default_factory=list)  # the first first
+    first_attempt: int = 0  # index of the attempt that brought the first token
     waited_s: float | None = None  # a duration: from the worker's queue to its first step
     first_token_s: float | None = None
     moved_s: float | None = None  # its KV had arrived at the decode worker; None = it stayed
@@ -38,6 +50,7 @@ class RequestTimes:
         """Notes tokens of the first choice from `index` on; the first says how long it waited."""
         if index == 0:
             self.first_token_s, self.waited_s = now_s, waited_s
+            self.first_attempt = max(len(self.attempts) - 1, 0)
         if index <= 1 < index + num_tokens:
             self.second_token_s = now_s
 
@@ -48,20 +61,22 @@ class RequestTimes:
             started_s = self.placed_s + self.waited_s
             if self.first_token_s is not None:
                 started_s = min(started_s, self.first_token_s)
+        prefill = self.attempts[self.first_attempt].prefill if self.attempts else None
+        decode = self.attempts[-1].decode if self.attempts else None
         ends = (
-            ("tokenize", self.tokenized_s),
-            ("place", self.placed_s),
-            ("queue", started_s),
-            ("prefill", self.first_token_s),
-            ("handoff", self.moved_s),
-            ("first_decode", self.second_token_s),
-            ("stream", now_s if self.ended_s is None else self.ended_s),
+            ("tokenize", self.tokenized_s, None),
+            ("place", self.placed_s, None),
+            ("queue", started_s, prefill),
+            ("prefill", self.first_token_s, prefill),
+            ("handoff", self.moved_s, decode),
+            ("first_decode", self.second_token_s, decode),
+            ("stream", now_s if self.ended_s is None else self.ended_s, decode),
         )
         stages: list[Stage] = []
         start_s = self.arrived_s
-        for name, end_s in ends:
+        for name, end_s, worker in ends:
             if end_s is not None:
                 end_s = max(start_s, end_s)
-                stages.append(Stage(name, start_s, end_s))
+                stages.append(Stage(name, start_s, end_s, worker))
                 start_s = end_s
         return stages

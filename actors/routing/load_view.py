@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from actors.routing.worker_links import WorkerLink, WorkerLinks
 from engine.clock import Clock
 from engine.length_class import LengthClass, PrefillCost
-from engine.messages import Assign, LoadReport
+from engine.messages import Assign, LoadReport, WorkerStatus
 from engine.routing.placement import (
     COUNTED_AFTER_S,
     DEFAULT_RULES,
@@ -45,6 +45,15 @@ class PlacementView:
         self._clock = clock
         self._cost = cost
         self._placed: dict[str, list[_Placed]] = {}  # worker -> placements not yet reported
+        self._hosts: dict[str, str] = {}  # worker -> its machine
+
+    def note_hosts(self, workers: Mapping[str, WorkerStatus]) -> None:
+        """Takes over on which machine each worker is, as far as they have said."""
+        self._hosts = {
+            name: status.identity.host
+            for name, status in workers.items()
+            if status.identity is not None
+        }
 
     def snapshots(
         self,
@@ -110,6 +119,7 @@ class PlacementView:
             num_running=load.num_running + load.num_waiting + len(placed),
             num_free_blocks=load.num_free_blocks,
             num_blocks=load.num_blocks,
+            host=self._hosts.get(link.name, ""),
             short=self._short_queue(load, placed),
             label=label,
             hit_tokens=hit_tokens,

@@ -59,14 +59,15 @@ class Router:
         self._pools = follow(self._pools, prefillers, self._laps)
         self._look_at_pools()
 
-    def note_limits(self, workers: Iterable[WorkerStatus]) -> None:
-        """Takes over what workers chose for themselves where the configuration says `auto`.
+    def note_workers(self, workers: Mapping[str, WorkerStatus]) -> None:
+        """Takes over where workers are, and what they chose where the configuration says `auto`.
 
         Of several values the largest holds for all, as one model of costs does.
         """
+        self._view.note_hosts(workers)
         if self._laps.max_step_ms != "auto":
             return
-        identities = [status.identity for status in workers if status.identity is not None]
+        identities = [w.identity for w in workers.values() if w.identity is not None]
         laps = placement_laps(self._laps, identities)
         if laps != self._rules.laps:
             self._rules = replace(self._rules, laps=laps)

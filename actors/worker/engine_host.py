@@ -33,6 +33,7 @@ from actors.worker.token_streams import TokenStreams
 from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
+from engine.host_id import host_id
 from engine.kv.cache import check_blocks, num_held
 from engine.kv.host.shared_file import claimed, name_for
 from engine.messages import (
@@ -162,6 +163,7 @@ class EngineHost:
             layout=engine.whole_layout,
             max_model_len=engine.max_model_len,
             pid=os.getpid(),
+            host=host_id(),
             limits=WorkerLimits(
                 max_step_ms=engine.limits.laps.max_step_ms,
                 max_queued_tokens=engine.limits.max_queued_tokens,

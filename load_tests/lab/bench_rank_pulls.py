@@ -24,11 +24,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from actors.kv_transfer.channels.cuda_ipc import host_id
 from actors.kv_transfer.channels.rank_ipc import MapStore, RankOffer, RanksOffer
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces, RankSources
 from actors.kv_transfer.rank_pulls import MapSource, PullBlocks, RankPuller
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer, map_tensor, offer_tensor
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore

@@ -66,6 +66,14 @@ _LLAMA_70B: dict[str, object] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+_QWEN3_0_6B: dict[str, object] = {
+    **_QWEN3_8B,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+}
 _LLAMA_3_1_8B: dict[str, object] = {
     **_QWEN3_8B,
     "architectures": ["LlamaForCausalLM"],
@@ -261,6 +269,7 @@ _GPT_OSS_20B: dict[str, object] = {
     },
 }
 SHAPES = {
+    "qwen3-0.6b": _QWEN3_0_6B,
     "qwen3-8b": _QWEN3_8B,
     "qwen3-draft": _QWEN3_DRAFT,
     "qwen3-32b": _QWEN3_32B,

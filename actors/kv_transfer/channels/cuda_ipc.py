@@ -10,7 +10,6 @@ whose GPU keeps the memory for it: the channel closes when the sender's process 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -31,10 +30,9 @@ from actors.kv_transfer.contracts import (
 from actors.kv_transfer.kv_pieces import KvPieces, copy_blocks
 from actors.kv_transfer.waits import acknowledged
 from engine.errors import HandoffError
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer, map_tensor, offer_tensor
 from engine.messages import ChannelKind, PieceReply
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a host
 
 
 class StoreOffer(DeviceOffer, frozen=True, kw_only=True):
@@ -44,10 +42,6 @@ class StoreOffer(DeviceOffer, frozen=True, kw_only=True):
 
 
 MapStore = Callable[[StoreOffer, Tensor], Tensor]
-
-
-def host_id() -> str:
-    return _BOOT_ID.read_text().strip()
 
 
 def check_host(host: str) -> None:

@@ -15,12 +15,12 @@ from actors.kv_transfer.channels.cuda_ipc import (
     CudaIpcReceiver,
     StoreOffer,
     check_host,
-    host_id,
     probe_reading,
 )
 from actors.kv_transfer.contracts import UnfitError
 from actors.kv_transfer.own_blocks import OwnBlockPieces, OwnBlockSources
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces, RankSources, Sources
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer, map_tensor
 from engine.kv.layout import KvLayout, KvPart
 from engine.ranks.shared_stores import RankStore

@@ -77,6 +77,7 @@ class ScriptedWorkers:
     stops: bool = False  # the last token ends the answer; else its length does
     waited_s: float | None = None  # in the worker's queue
     num_together: int = 1  # tokens that come at once
+    num_attempts: int = 1
 
     def links(self) -> list[WorkerLink]:
         handle = cast("WorkerHandle", object())
@@ -90,7 +91,8 @@ class ScriptedWorkers:
     ) -> AsyncGenerator[list[TokenRecord], None]:
         if self.error is not None:
             raise self.error
-        on_placed(ASSIGN)
+        for _ in range(self.num_attempts):
+            on_placed(ASSIGN)
         if job.spec.params.max_tokens == 0:
             yield [_end_of_prompt(job)]
             return

@@ -182,8 +182,12 @@ def build_choice(*, seed: int = 1) -> GenerationJob:
     )
 
 
-async def run(generations: Generations, job: GenerationJob) -> list[int]:
-    async with aclosing(generations.run(job, lambda _: None)) as batches:
+async def run(
+    generations: Generations,
+    job: GenerationJob,
+    on_placed: Callable[[Assign], None] = lambda _: None,
+) -> list[int]:
+    async with aclosing(generations.run(job, on_placed)) as batches:
         return [record.token_id async for records in batches for record in records]
 
 
@@ -252,7 +256,9 @@ def test_a_first_token_is_read_before_the_tokens_of_others() -> None:
 
 def test_a_neighbour_of_such_a_request_gets_every_token_once() -> None:
     async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
-        assert await run(generations, build_choice()) == ALL
+        placed: list[Assign] = []
+        assert await run(generations, build_choice(), placed.append) == ALL
+        assert len({assign.prefill_worker for assign in placed}) == 3, "one for each attempt"
         starts = [w.submits[0].token_ids[3:] for w in workers if w.submits]
         assert sorted(starts, key=len) == [[], ALL[:3], ALL[:6]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, CudaIpcSender, host_id
+from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from actors.kv_transfer.channels.host_staging import HostStagedSender
 from actors.kv_transfer.channels.rank_ipc import RankOffer, RanksOffer, open_rank_receiver
 from actors.kv_transfer.contracts import ReceiveChannel, SendChannel
@@ -21,6 +21,7 @@ from actors.kv_transfer.rank_links import Giver, GiversOffer, HeadGiver
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from actors.kv_transfer.rank_pulls import Linking, Order, PullsByRanks, RankPuller
 from engine.errors import WorkerError
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer
 from engine.messages import ChannelKind, PairRequest
 from engine.ranks.rank import Rank

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_transfer.channels.cuda_ipc import host_id
 from actors.kv_transfer.channels.rank_ipc import RankOffer, RanksOffer
 from actors.kv_transfer.contracts import StagedPiece, StoredBlocks
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces, RankSources
 from actors.kv_transfer.rank_pulls import MapSource, PullBlocks, RankPuller
+from engine.host_id import host_id
 from engine.kv.device_offer import offer_tensor
 from engine.kv.layout import KvLayout, KvPart
 from engine.kv.store import KvStore

@@ -21,7 +21,6 @@ from actors.kv_transfer.channels.cuda_ipc import (
     CudaIpcSender,
     PulledBlocks,
     StoreOffer,
-    host_id,
     open_receiver,
 )
 from actors.kv_transfer.channels.worker_channels import DeviceChannels, WorkerChannels
@@ -29,6 +28,7 @@ from actors.kv_transfer.contracts import ReceiveChannel, StagedPiece, UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
 from configs.schema import FloorsConfig
 from engine.errors import HandoffError
+from engine.host_id import host_id
 from engine.kv.store import KvStore
 from engine.messages import PieceReply
 from tests.actors.kv_transfer.gpu_stand_in import LAYOUT, random_blocks, random_store, stored

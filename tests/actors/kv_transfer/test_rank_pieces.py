@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors.kv_transfer import rank_pieces
-from actors.kv_transfer.channels.cuda_ipc import StoreOffer, host_id
+from actors.kv_transfer.channels.cuda_ipc import StoreOffer
 from actors.kv_transfer.channels.nccl_pair import NcclPairs
 from actors.kv_transfer.channels.rank_ipc import RanksOffer, offer_ranks, open_rank_receiver
 from actors.kv_transfer.contracts import (
@@ -28,6 +28,7 @@ from actors.kv_transfer.contracts import (
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import OneRank, RankPieces
 from engine.errors import ConfigError, HandoffError
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore

@@ -17,13 +17,14 @@ import msgspec
 import pytest
 import torch
 
-from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, StoreOffer, host_id
+from actors.kv_transfer.channels.cuda_ipc import CudaIpcReceiver, StoreOffer
 from actors.kv_transfer.channels.rank_ipc import RankOffer, RanksOffer
 from actors.kv_transfer.contracts import StagedPiece, UnfitError
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from actors.kv_transfer.rank_pulls import PullsByRanks, RankPuller
 from engine.errors import HandoffError, WorkerError
+from engine.host_id import host_id
 from engine.kv.device_offer import DeviceOffer
 from engine.kv.store import KvStore
 from engine.ranks.rank import Rank

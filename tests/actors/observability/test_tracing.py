@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from actors.observability.request_times import RequestTimes, Stage
+from actors.observability.request_times import RequestTimes, Stage, WorkerPair
 from actors.observability.tracing import NoTracing, Tracing, build_tracing
 from configs.schema import TracingConfig
 from engine.clock import ManualClock, MonotonicClock
@@ -106,6 +106,11 @@ def test_a_request_is_a_span_with_its_stages_below_it(collector: Collector) -> N
     )
     assert len(children) == len(spans) - 1
     assert [c.name for c in children] == [s for s in STAGES if s not in ("queue", "handoff")]
+    workers = {child.name: attributes(child).get("laps.worker") for child in children}
+    assert workers == dict.fromkeys(("tokenize", "place")) | dict.fromkeys(
+        ("prefill", "first_decode", "stream"), "unified-0"
+    )
+    assert found["laps.attempts"] == 1
     assert children[0].start_time_unix_nano == root.start_time_unix_nano
     assert children[-1].end_time_unix_nano == root.end_time_unix_nano
     for one, after in pairwise(children):
@@ -149,6 +154,20 @@ def test_a_request_that_fails_says_so_without_what_the_client_sent(collector: Co
 
 
 @pytest.mark.slow
+def test_a_request_that_was_tried_again_says_how_often_and_counts_once(
+    collector: Collector,
+) -> None:
+    tracing = tracing_to(collector)
+    app = edge_app(tracing=tracing)
+    app.workers.num_attempts = 3
+    assert app.post({"prompt": [1], "max_tokens": 2}).status_code == 200
+    tracing.close()
+    (root,) = [span for span in collector.spans() if not span.parent_span_id]
+    assert attributes(root)["laps.attempts"] == 3
+    counted = app.ask(lambda client: client.get("/metrics")).text
+    assert 'laps_requests_total{length_class="short",model_name="tiny"} 1.0' in counted
+
+
 def test_a_collector_that_is_away_costs_no_request() -> None:
     gone = Collector()
     gone.close()
@@ -202,6 +221,18 @@ def test_stages_follow_each_other_and_add_up() -> None:
     assert [stage.name for stage in stages] == list(STAGES)
     ends = [pytest.approx(moment) for moment in moments]
     assert [stages[0].start_s, *(stage.end_s for stage in stages)] == ends
+
+
+def test_a_stage_names_the_worker_that_it_was_on() -> None:
+    """The first token came in the second attempt, the second one in the third."""
+    times = RequestTimes(arrived_s=0.0, tokenized_s=1.0, placed_s=2.0)
+    times.attempts += [WorkerPair("p0", "d0"), WorkerPair("p1", "d0")]
+    times.see_tokens(0, 1, 4.0, waited_s=1.0)
+    times.moved_s = 5.0
+    times.attempts.append(WorkerPair("p2", "d1"))
+    times.see_tokens(1, 1, 6.0)
+    times.ended_s = 7.0
+    assert [stage.worker for stage in times.stages()] == [None, None, *2 * ["p1"], *3 * ["d1"]]
 
 
 def test_what_did_not_happen_is_left_out_and_nothing_takes_less_than_no_time() -> None:

@@ -311,30 +311,54 @@ def test_a_short_prompt_waits_for_a_step_as_long_as_workers_report(
     world.links.report("unified-0", queued_tokens=90_000, queued_s=9.0, short=short)
     short = ShortLoad(num_waiting=1, queued_tokens=900, queued_s=0.1)
     world.links.report("unified-1", queued_tokens=900, queued_s=0.1, short=short)
-    world.router.note_limits([WorkerStatus(identity=None, state="starting")])
-    world.router.note_limits([_ready("unified-0", reported_ms), _ready("decode-0", 900.0)])
+    world.router.note_workers({"unified-1": WorkerStatus(identity=None, state="starting")})
+    world.router.note_workers(
+        {"unified-0": _ready("unified-0", reported_ms), "decode-0": _ready("decode-0", 900.0)}
+    )
     assert world.route(50).prefill_worker == chosen
 
 
 def test_a_step_time_of_the_configuration_is_not_replaced_by_a_reported_one() -> None:
     world = _World({"workers.unified": 2, "laps.queue": "laps", "laps.max_step_ms": 20.0}, {})
     before = world.router._rules
-    world.router.note_limits([_ready("unified-0", 250.0)])
+    world.router.note_workers({"unified-0": _ready("unified-0", 250.0)})
     assert world.router._rules == before
     assert before.laps.max_step_ms == 20.0
 
 
-def _ready(name: str, max_step_ms: float) -> WorkerStatus:
+def test_kv_stays_on_its_machine_while_the_decode_worker_there_has_room() -> None:
+    roles: dict[str, Role] = {
+        "prefill-0": "prefill",
+        "prefill-1": "prefill",
+        "decode-0": "decode",
+        "decode-1": "decode",
+    }
+    world = _World({"workers.unified": 0, "workers.prefill": 2, "workers.decode": 2}, roles)
+    hosts = {"prefill-0": "a", "decode-1": "a", "prefill-1": "b", "decode-0": "b"}
+    world.router.note_workers({n: _ready(n, 50.0, host) for n, host in hosts.items()})
+    placed = [world.route(100) for _ in range(4)]
+    assert [(p.prefill_worker, p.decode_worker) for p in placed] == 2 * [
+        ("prefill-0", "decode-1"),
+        ("prefill-1", "decode-0"),
+    ]
+    world.links.report("decode-1", num_free_blocks=2)
+    world.links.report("prefill-1", queued_tokens=9000)
+    crowded = world.route(100)
+    assert (crowded.prefill_worker, crowded.decode_worker) == ("prefill-0", "decode-0")
+
+
+def _ready(name: str, max_step_ms: float, host: str = "") -> WorkerStatus:
     identity = WorkerIdentity(
         name=name,
         incarnation="one",
-        role="decode" if name.startswith("decode") else "unified",
+        role=cast("Role", name.partition("-")[0]),
         model="m",
         layout=KvLayout.with_heads(
             num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"
         ),
         max_model_len=99,
         pid=1,
+        host=host,
         limits=WorkerLimits(max_step_ms=max_step_ms, max_queued_tokens=1000),
     )
     return WorkerStatus(identity=identity, state="ready")

@@ -16,6 +16,7 @@ from actors.worker.kv_connector import KvConnector
 from configs.load import config_from_environment, load_config
 from configs.schema import AppConfig
 from engine.errors import CapacityError, RequestError
+from engine.host_id import host_id
 from engine.messages import StepMessage, Submit, WorkerLimits, decode
 from engine.request import RequestKey, RequestSpec, SamplingParams
 
@@ -173,6 +174,7 @@ def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
 
     async def scenario() -> None:
         host, heard, reader = await _start()
+        assert host.identity_of(host.engine).host == host_id()
         assert host.identity_of(host.engine).limits == WorkerLimits(
             max_step_ms=50.0, max_queued_tokens=200_000
         )

@@ -116,6 +116,46 @@ def test_the_decode_worker_is_the_one_with_fewest_running_then_most_room() -> No
     assert _where(prefill, busy, full, num_tokens=96) == ("p0", "d0")
 
 
+@pytest.mark.parametrize(
+    ("near_running", "far_running", "chosen"),
+    [
+        (0, 0, "near"),
+        (2, 0, "near"),
+        (3, 0, "far"),
+        (42, 40, "near"),
+        (45, 40, "near"),
+        (46, 40, "far"),
+    ],
+)
+def test_kv_stays_on_its_machine_unless_others_are_less_busy(
+    near_running: int, far_running: int, chosen: str
+) -> None:
+    prefill = _worker("p0", "prefill", host="a")
+    near = _worker("near", "decode", host="a", num_running=near_running)
+    far = _worker("far", "decode", host="b", num_running=far_running)
+    assert _where(prefill, near, far) == ("p0", chosen)
+
+
+def test_a_near_decode_worker_without_room_does_not_make_a_prompt_wait() -> None:
+    prefill = _worker("p0", "prefill", host="a")
+    full = _worker("near", "decode", host="a", num_free_blocks=6)
+    far = _worker("far", "decode", host="b", num_running=9)
+    assert _where(prefill, full, far, num_tokens=95) == ("p0", "near")
+    assert _where(prefill, full, far, num_tokens=96) == ("p0", "far")
+    tight = replace(far, num_free_blocks=6)
+    assert _where(prefill, replace(full, num_running=9), tight, num_tokens=96) == ("p0", "near")
+
+
+def test_of_several_near_decode_workers_the_least_busy_gets_a_prompt() -> None:
+    prefill = _worker("p0", "prefill", host="a")
+    decoders = [_worker(f"d{n}", "decode", host="a", num_running=n) for n in (2, 1)]
+    far = _worker("d0", "decode", host="b")
+    assert _where(prefill, *decoders, far) == ("p0", "d1")
+    # Where nobody has said where it is, the least busy of all.
+    unknown = [replace(worker, host="") for worker in (prefill, *decoders, far)]
+    assert _where(*unknown) == ("p0", "d0")
+
+
 def test_workers_that_just_failed_are_avoided_while_there_are_others() -> None:
     workers = [_worker("u0", "unified"), _worker("u1", "unified", queued_tokens=500)]
     assert _where(*workers, avoid=("u0",)) == ("u1", None)

@@ -1,7 +1,9 @@
 """Time on the device is counted once and goes to the right group."""
 
+import csv
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -15,8 +17,11 @@ from load_tests.lab.kernel_profile import (
     draw_profile,
     group_of,
     group_times_us,
+    groups_of,
     longest_kernels,
+    main,
     owned_us,
+    read_rules,
     read_trace,
     render_kernels,
     render_profile,
@@ -156,6 +161,72 @@ def test_a_trace_is_read_for_what_ran_on_the_device(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"trace\.json.*traceEvents"):
         read_trace(path)
+
+
+NSYS = """Start (ns),Duration (ns),CorrId,GrdX,Ctx,Strm,Name
+5500,2250,7,132,1,7,"void flash::fwd<int, 128>(Params)"
+8000,1000,8,,1,20,[CUDA memcpy Host-to-Device]
+"""
+
+
+def test_what_nsight_systems_saw_is_read_alike(tmp_path: Path) -> None:
+    path = tmp_path / "seen_cuda_gpu_trace.csv"
+    path.write_text(NSYS)
+    assert read_trace(path) == [
+        KernelRun("void flash::fwd<int, 128>(Params)", 5.5, 7.75, 7),
+        KernelRun("[CUDA memcpy Host-to-Device]", 8.0, 9.0, 20),
+    ]
+    path.write_text("Name,Total\nk,5\n")
+    with pytest.raises(ValueError, match="cuda_gpu_trace: no column 'Duration"):
+        read_trace(path)
+
+
+def test_rules_of_a_file_decide_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"flash|fmha": "attention", "MEMCPY": "copies", ".*": "rest"}))
+    rules = read_rules(path)
+    assert groups_of(rules) == ("attention", "copies", "rest", OTHER, IDLE)
+    times = group_times_us(runs_of(("xFlash", 0, 4), ("[memcpy]", 4, 5), ("gemm", 6, 8)), rules)
+    assert times == {"attention": 4, "copies": 1, "rest": 2, OTHER: 0, IDLE: 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "an object of patterns"),
+        ('{"a": 1}', "an object of patterns"),
+        ('{"(": "x"}', "is none"),
+        ('{"a": "idle"}', "name the group otherwise"),
+    ],
+)
+def test_rules_that_cannot_be_used_say_why(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"rules\.json: .*{said}"):
+        read_rules(path)
+
+
+def test_a_page_and_a_csv_have_every_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, page, table = tmp_path / "t.csv", tmp_path / "p.html", tmp_path / "k.csv"
+    trace.write_text(NSYS)
+    given = ["profile", "--trace", f"<b>={trace}", "--html", str(page), "--csv", str(table)]
+    monkeypatch.setattr(sys, "argv", given)
+    main()
+    assert "| <b> " in capsys.readouterr().out
+    rows = list(csv.reader(table.read_text().splitlines()))
+    assert rows == [
+        ["work", "group", "kernel", "runs", "ms"],
+        ["<b>", "attention", "void flash::fwd<int, 128>(Params)", "1", "0.002250"],
+        ["<b>", OTHER, "[CUDA memcpy Host-to-Device]", "1", "0.001000"],
+    ]
+    text = page.read_text()
+    assert "<h2>&lt;b&gt;: 0.004 ms</h2>" in text  # 3.5 us
+    assert "flash::fwd&lt;int, 128&gt;" in text
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", text)]
+    assert sum(widths) == pytest.approx(100, abs=0.01)
+    assert widths[0] == pytest.approx(100 * 2.25 / 3.5, abs=0.001)
 
 
 def test_a_table_has_milliseconds_and_shares() -> None:
