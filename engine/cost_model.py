@@ -22,6 +22,7 @@ from functools import lru_cache
 
 import msgspec
 import numpy as np
+import numpy.ma  # np.median imports it in the first fit, which then takes 20 times as long
 import numpy.typing as npt
 
 KNOTS = (64, 128, 256, 512, 1024, 2048, 4096)  # tokens

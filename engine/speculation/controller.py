@@ -482,6 +482,8 @@ class SpeculationController:
         survivals = np.zeros((len(most), int(most.max(initial=0))))
         survivals[asked] = self._gates.survivals(slots, most[asked])[:, : survivals.shape[1]]
         surcharge = self._purse.surcharge
+        if len(asked) == 0:
+            return price_drafts(np.zeros_like(most), survivals, offer, costs, surcharge)
         rules = self._rules
         if self._gates.do_differ:
             rules = replace(rules, fair_slack=0.0, many_gain=rules.min_gain)

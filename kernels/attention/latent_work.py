@@ -33,7 +33,7 @@ _UNSPLIT = 1 << 20  # tiles, more than any row has
 # but has a program for each row and head, of whole rows too: on an H200 it takes 7 us of 256 rows.
 _JOINED_PARTS = 5  # on average, at most
 _LEAST_JOINED = 4  # tiles of a part that is joined so
-_NEVER = 1 << 30
+NEVER_JOINED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class LatentConfig:
     num_tiles: int
     num_chunks: int = 1  # equal parts of a latent, each with products of its own
     # Rows and tiles, multiplied, from which the last part of a row to end joins them all: few then.
-    joined_from: int = _NEVER
+    joined_from: int = NEVER_JOINED
 
 
 def fitted_config(
@@ -88,7 +88,7 @@ def fitted_config(
         config = replace(config, min_part_tiles=1, parts_a_tile=_PARTS_A_TILE)
     if device.is_gpu:
         config = replace(config, num_programs=per_sm * device.num_sms)
-    joined_from = _NEVER
+    joined_from = NEVER_JOINED
     if whole_rows:
         config = replace(config, min_part_tiles=_UNSPLIT)
     elif is_few:

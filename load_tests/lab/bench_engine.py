@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
 HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
 NUM_TRACED_STEPS = 16
+NUM_TOLD_ENDS = 8  # steps of a prefill
 NUM_LISTED_KERNELS = 20
 QUICK_MEAN_OF = 16  # steps
 NUM_QUICK_TOKENS = DECODE_STEPS + 72  # rows begin to decode up to so many steps apart
@@ -168,10 +169,19 @@ class Bench:
     def _seconds(self, num_rows: int, num_tokens: int, num_new: int) -> float:
         """From adding `num_rows` prompts until each has `num_new` tokens on the host."""
         prompts = self.prompts(num_rows, num_tokens)
+        taken = num_allocations()
+        ends_s: list[float] = []
         started_s = time.perf_counter()
-        answers = self.ours.generate(prompts, num_new)
+        answers = self.ours.generate(prompts, num_new, lambda _: ends_s.append(time.perf_counter()))
         took_s = time.perf_counter() - started_s
         assert all(len(answer) == num_new for answer in answers), "not every token was generated"
+        if num_new == 1:
+            ends = ", ".join(f"{1e3 * (end_s - started_s):.1f}" for end_s in ends_s[:NUM_TOLD_ENDS])
+            new = [now - before for now, before in zip(num_allocations(), taken, strict=True)]
+            logger.info(
+                "%d prompts of %d tokens: steps returned after %s ms; %d allocations on the device,"
+                " %d of pinned memory", num_rows, num_tokens, ends, *new,
+            )  # fmt: skip
         return took_s
 
 
@@ -196,6 +206,14 @@ class Results:
         host = {figure.name: {"value": figure.value, "unit": figure.unit} for figure in self.host}
         works = {one.work.key: one.to_builtins() for one in self.comparisons}
         return json.dumps({"about": self.about, "works": works, "host": host})
+
+
+def num_allocations() -> tuple[int, int]:
+    """How often memory of the device and pinned memory were asked of CUDA so far."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    on_device = torch.cuda.memory_stats().get("num_device_alloc", 0)
+    return int(on_device), int(torch.cuda.host_memory_stats().get("num_host_alloc", 0))
 
 
 def step_rounds_s(firsts_s: Sequence[float], alls_s: Sequence[float]) -> list[float]:

@@ -8,8 +8,9 @@
 
 Decode: one new token a row, absorbed, in a CUDA graph over several layers, so that latents come
 from memory. `attention` is the whole backend: queries of latents, attention, values. Before it is
-timed it is held against the torch backend. `--tiles` tries tilings of the decode kernel. Prompts:
-a layer of the backends that this machine has, without history.
+timed it is held against the torch backend. `--tiles` tries tilings of the decode kernel, other
+numbers of chunks, and a kernel that joins parts in place of the last part. Prompts: a layer of the
+backends that this machine has, without history.
 
 With `--queries` rows that verify drafts, instead of both: `verify` reads a row's latents once for
 all its queries, beside each token as a row of its own (graphs of the prefill backend), the backend
@@ -32,7 +33,7 @@ from kernels.attention.latent_flash import FlashLatent
 from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.latent_triton import TritonLatent
 from kernels.attention.latent_verify import LatentVerify
-from kernels.attention.latent_work import LatentConfig, fitted_config
+from kernels.attention.latent_work import NEVER_JOINED, LatentConfig, fitted_config
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales
@@ -49,6 +50,7 @@ TILINGS = (
     (64, 4, 2, 2), (64, 4, 3, 1), (64, 8, 2, 2), (64, 8, 3, 1), (16, 4, 4, 2), (16, 4, 5, 2),
     (16, 4, 3, 3),
 )  # fmt: skip
+CHUNKS = (2, 8)
 
 
 def _shape(num_heads: int) -> LatentShape:
@@ -139,8 +141,10 @@ def _fits(config: LatentConfig, shape: LatentShape) -> bool:
 
 def _told(config: LatentConfig) -> str:
     cut = config.decode
-    return f"{cut.tile_keys} keys, {cut.num_warps} warps, {cut.num_stages} stages, " + str(
-        cut.num_programs
+    parts = "joined by a kernel" if config.joined_from == NEVER_JOINED else "joined by the last"
+    return (
+        f"{cut.tile_keys} keys, {cut.num_warps} warps, {cut.num_stages} stages,"
+        f" {cut.num_programs}, {config.num_chunks} chunks, {parts}"
     )
 
 
@@ -148,7 +152,9 @@ def tilings(shape: LatentShape) -> list[LatentConfig]:
     """What `--tiles` tries."""
     device = device_properties(torch.device("cuda"))
     own = fitted_config(shape, device, whole_rows=False)
-    return [
+    cut_otherwise = [replace(own, num_chunks=number) for number in CHUNKS]
+    cut_otherwise.append(replace(own, joined_from=NEVER_JOINED))
+    return cut_otherwise + [
         replace(
             own,
             decode=replace(
@@ -277,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_rows in args.rows:
             for num_keys in args.keys:
                 for line, is_same in measure(shape, num_rows, num_keys, configs, scales):
+                    print(*line, file=sys.stderr, flush=True)  # should the time be over before
                     lines.append(line)
                     is_good = is_good and is_same
     print(render_rows(lines), flush=True)

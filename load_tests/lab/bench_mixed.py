@@ -15,13 +15,16 @@
     python -m load_tests.lab.bench_mixed --rates 300 --share-long 0 --duration-s 2 \\
         --window none adaptive fixed
     python -m load_tests.lab.bench_mixed --rates 16 24 --accepted 3:2.5
+    python -m load_tests.lab.bench_mixed --shapes qwen3-30b-a3b --pin-routing 0 --rates 16 24 \\
+        --tensor-parallel 2 --expert-parallel
 
 Variants (graphs x queue x mix x window) take turns, rates in the order given, seeds pooled. Put
 first what matters most: when `--budget-s` is over, what is left is not run, and said so. `--json`
 is written again after every rate. With `--config` the engine is that of the file, and what it chose
 for its device is printed. `--accepted`: each variant with drafts, too, as the controller decides,
 of which so many count (`bench_accepted`). Greedy, no end of sequence; prompts are new to an engine
-of this process and to a server that was just started. Knows no Ray.
+of this process and to a server that was just started. With `--tensor-parallel` the other ranks are
+processes, a GPU for each (following.py), of one variant. Knows no Ray.
 """
 
 import argparse
@@ -38,14 +41,17 @@ import msgspec
 
 from configs.load import load_config
 from configs.schema import AppConfig
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.spec import load_spec
 from load_tests.lab.application import running
 from load_tests.lab.bench_accepted import Drafts, accept_synthetically
+from load_tests.lab.following import Following
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.mixed_http import serve_over_http
 from load_tests.lab.mixed_sweep import Budget, Results, Serve, Sweep, note
 from load_tests.lab.one_batch import measure_batches, read_chain_batches
 from load_tests.lab.open_loop import serve_load
+from load_tests.lab.pinned_routing import build_pinned
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.mixed_load import (
     NUM_OUTPUT_TOKENS,
@@ -71,6 +77,9 @@ _ENGINE_SWITCHES = (
     "max_step_ms",
     "graphs",
     "accepted",
+    "tensor_parallel",
+    "expert_parallel",
+    "pin_routing",
 )
 _MODEL_SWITCHES = ("device", "max_model_len", "num_blocks")  # which a file leaves open
 
@@ -175,8 +184,12 @@ def engine_config(
     of_steps = {
         "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
         "scheduler.max_num_seqs": args.max_rows,
+        "workers.tensor_parallel_size": args.tensor_parallel,
+        "workers.expert_parallel": args.expert_parallel,
         **overrides,
     }
+    if args.tensor_parallel > 1 and args.device == "cuda":
+        of_steps["workers.num_gpus"] = 1
     if args.device == "cuda" and "speculation.drafter" in overrides:
         of_steps["speculation.attention_backend"] = "decode"
     if args.config is not None:
@@ -196,6 +209,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
+    parser.add_argument(
+        "--pin-routing", type=int, metavar="SEED", help="experts drawn uniformly (a mixture)"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--config", type=Path, metavar="FILE", help="of an engine in this process")
     where.add_argument("--url", help="of a running server, instead of an engine in this process")
@@ -243,6 +261,8 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
     elif args.start:
         for config in args.start:
             _measure_started(sweep, config, args)
+    elif args.tensor_parallel > 1:
+        _run_over_ranks(sweep, results, folder, scratch, args)
     else:
         engine_peer = {k: v for _, table in tables if "rate" not in table for k, v in table.items()}
         _run_in_process(sweep, results, folder, engine_peer, args)
@@ -266,6 +286,16 @@ def _check_switches(args: argparse.Namespace) -> None:
         _refuse_engine_switches(args, keep=_MODEL_SWITCHES)
     if args.url and args.set:
         raise ValueError("--set: a server that runs has its configuration; use --start")
+    if args.tensor_parallel > 1:
+        _check_ranks(args)
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    """Raises ValueError for what an engine over several ranks is not asked."""
+    if args.one_batch or not args.rates:
+        raise ValueError("--tensor-parallel needs --rates; --one-batch is of one rank")
+    if len(build_variants(args)) > 1:
+        raise ValueError("--tensor-parallel: ranks are not started anew; ask for one variant")
 
 
 def describe(args: argparse.Namespace) -> dict[str, object]:
@@ -275,7 +305,8 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
     if args.url or args.start:
         names += ["clients"]
     elif args.config is None:
-        names += ["device", "max_num_batched_tokens", "max_rows"]
+        names += ["device", "max_num_batched_tokens", "max_rows", "pin_routing"]
+        names += ["tensor_parallel", "expert_parallel"]
     else:
         names += ["device"]
     return describe_machine() | {name: getattr(args, name) for name in names} | dict(args.set)
@@ -332,33 +363,77 @@ def _run_in_process(
     def start(overrides: Mapping[str, object]) -> EngineInProcess:
         config = engine_config(folder, args, overrides)
         if ours is None:
-            return EngineInProcess(config)
+            return _build(config, args)
         ours.restart(config)
         return ours
 
     for variant in build_variants(args) if args.rates else ():
         note(f"{variant.label}: starting the engine")
         ours = start(variant.overrides)
-        if variant.drafts is not None:
-            accept_synthetically(ours, variant.drafts.probability)
-        warm_up(ours, _warm_up_load(args))
-        keep = partial(_keep_rate, results, variant.label, ours)
-        _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep)
-        cache, layout = ours.engine.cache, ours.engine.layout
-        results.about |= {
-            "engine": ours.engine.describe(),
-            "num_kv_tokens": cache.num_blocks * layout.block_size,
-            f"compiled_since_ready, {variant.label}": list(ours.engine.compilations.names),
-            f"graphs, {variant.label}": asdict(ours.engine.executor.statistics()),
-            f"chosen, {variant.label}": [c.describe() for c in ours.engine.limits.choices],
-        }
-        sweep.save()
+        _measure_variant(sweep, results, variant, ours, args)
     if args.one_batch:
         note("one batch: starting the engine")
         first = build_variants(args)[0]
         ours = start(first.overrides | {"cache.enable_prefix_caching": True})
         chain = read_chain_batches(args.chain) if args.chain else {}
         results.batches += measure_batches(ours, engine_peer, chain)
+
+
+def _run_over_ranks(
+    sweep: Sweep, results: Results, folder: Path, scratch: Path, args: argparse.Namespace
+) -> None:
+    """The one variant, on an engine that other processes follow."""
+    (variant,) = build_variants(args)
+    note(f"{variant.label}: starting {args.tensor_parallel} ranks")
+    config = engine_config(folder, args, variant.overrides)
+    with Following(config, scratch, pinned=args.pin_routing) as others:
+        _measure_led(others, config, sweep, results, args)
+
+
+def _measure_led(
+    others: Following,
+    config: AppConfig,
+    sweep: Sweep,
+    results: Results,
+    args: argparse.Namespace,
+) -> None:
+    """The engine ends with this function, before its ranks are disconnected."""
+    ours = _build(config, args, others.comm)
+    ours.engine.core.wrap_executor(others.lead)
+    (variant,) = build_variants(args)
+    _measure_variant(sweep, results, variant, ours, args)
+
+
+def _build(
+    config: AppConfig, args: argparse.Namespace, comm: Comm = SINGLE_RANK
+) -> EngineInProcess:
+    if args.pin_routing is None:
+        return EngineInProcess(config, comm=comm)
+    return EngineInProcess(config, build_pinned(config, args.pin_routing, comm.rank), comm=comm)
+
+
+def _measure_variant(
+    sweep: Sweep,
+    results: Results,
+    variant: Variant | FileVariant,
+    ours: EngineInProcess,
+    args: argparse.Namespace,
+) -> None:
+    """All rates of a variant whose engine was just built."""
+    if variant.drafts is not None:
+        accept_synthetically(ours, variant.drafts.probability)
+    warm_up(ours, _warm_up_load(args))
+    keep = partial(_keep_rate, results, variant.label, ours)
+    _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep)
+    cache, layout = ours.engine.cache, ours.engine.layout
+    results.about |= {
+        "engine": ours.engine.describe(),
+        "num_kv_tokens": cache.num_blocks * layout.block_size,
+        f"compiled_since_ready, {variant.label}": list(ours.engine.compilations.names),
+        f"graphs, {variant.label}": asdict(ours.engine.executor.statistics()),
+        f"chosen, {variant.label}": [c.describe() for c in ours.engine.limits.choices],
+    }
+    sweep.save()
 
 
 def warm_up(ours: EngineInProcess, load: MixedLoad) -> None:

@@ -3,6 +3,7 @@
     python -m load_tests.lab.bench_moe
     python -m load_tests.lab.bench_moe --shape mixtral-8x7b --tokens 1 64 1024
     python -m load_tests.lab.bench_moe --tune
+    python -m load_tests.lab.bench_moe --ranks 2 --tune --tune-tokens 16 64 256 8192
     python -m load_tests.lab.bench_moe --format nvfp4    # quantised experts: bench_quant's formats
 
 `rounded` is a step but for the router with FP8 or INT4 experts and inputs rounded to FP8, as the
@@ -10,7 +11,9 @@ engine does from `execution.round_expert_inputs_from` tokens on; then come other
 rows, warps, stages). Routes are uniform, weights are not in the cache (moe_step.py). A floor is the
 time to read the weights of experts that have tokens, or to multiply by them, whichever is longer.
 `--tune` tries tiles at every number of tokens and prints the best as an entry of
-kernels/moe/tiles.py; then it times them. A case that fails is a line of the table.
+kernels/moe/tiles.py; then it times them. `--ranks`: a rank's part of experts that are cut, by the
+tiles that the engine would take and by those of the whole experts, if the GPU's table has them. A
+case that fails is a line of the table.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +29,7 @@ import torch
 
 from engine.layers.moe_cuda import expert_plan
 from kernels.device import device_properties
-from kernels.moe.tiles import ExpertShape, Tile, TilePlan, is_tuned
+from kernels.moe.tiles import TUNED, ExpertShape, Tile, TilePlan, is_tuned
 from load_tests.lab.bench_quant import FORMATS
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
@@ -43,7 +46,7 @@ from load_tests.lab.moe_step import (
     quantised_layers,
     random_layers,
 )
-from load_tests.lab.moe_tuning import Tuning, compile_all, render_plan
+from load_tests.lab.moe_tuning import TUNED_TOKENS, Tuning, compile_all, render_plan
 from load_tests.tables import render_rows
 
 SHAPES = {
@@ -211,36 +214,59 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the experts")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="find the best tiles first")
+    parser.add_argument("--tune-tokens", type=int, nargs="+", default=list(TUNED_TOKENS))
+    parser.add_argument("--ranks", type=int, default=1, help="that cut each expert")
     parser.add_argument("--tune-seconds", type=float, default=TUNING_S, metavar="S")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     args = parser.parse_args()
     if args.tune and args.format != "bf16":
         parser.error("--tune is for unquantised experts")
+    if SHAPES[args.shape].inner % args.ranks:
+        parser.error(f"--ranks {args.ranks}: {SHAPES[args.shape].inner} units cannot be cut so")
     return args
+
+
+def plans_to_time(
+    own: TilePlan, whole: ExpertShape, gpu_name: str, num_ranks: int
+) -> dict[str, TilePlan]:
+    """Name -> the tiles of the engine, and those of the whole experts where these are cut."""
+    tuned = TUNED.get(gpu_name, {}).get(whole)
+    plans = {"the engine's tiles": own}
+    if num_ranks > 1 and tuned is not None:
+        # An expert that all tokens pass is timed apart, so that both plans do the same.
+        plans["tiles of the whole experts"] = replace(tuned, joined_up_to=0)
+    return plans
 
 
 def main() -> None:
     args = parse()
-    shape, device = SHAPES[args.shape], torch.device("cuda")
+    whole, device = SHAPES[args.shape], torch.device("cuda")
+    shape = replace(whole, inner=whole.inner // args.ranks)
     gpu = device_properties(device)
     torch.manual_seed(0)
     if args.tune:
-        compile_all(shape)  # before this process takes the GPU's memory
+        compile_all(shape, args.tune_tokens)  # before this process takes the GPU's memory
     is_dense = args.format == "bf16"
     layers = (
         random_layers(shape, device) if is_dense else quantised_layers(shape, args.format, device)
     )
     plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
     tiles = "tuned" if is_dense and is_tuned(shape, gpu) else "general"
-    print(f"{args.shape} in {args.format} on {gpu.describe()}, {tiles} tiles")
+    print(f"{args.shape} over {args.ranks} in {args.format} on {gpu.describe()}, {tiles} tiles")
+    plans = plans_to_time(plan, whole, gpu.name, args.ranks)
     if args.tune:
         tuning = Tuning(shape, layers, graph_us, seconds=args.tune_seconds)
-        plan = tuning.plan()
-        print(render_plan(gpu.name, shape, plan), flush=True)
-    timings = run(shape, layers, plan, args.tokens, graph_us, with_library=is_dense)
-    print(render(timings))
+        plans["tuned now"] = tuning.plan(args.tune_tokens)
+        print(render_plan(gpu.name, shape, plans["tuned now"]), flush=True)
+    found: dict[str, list[Timing]] = {}
+    for name, timed in plans.items():
+        # torch's products do not depend on a plan.
+        with_library = is_dense and not found
+        found[name] = run(shape, layers, timed, args.tokens, graph_us, with_library=with_library)
+        print(f"{name}\n{render(found[name])}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps([asdict(timing) for timing in timings]))
+        rows = {name: [asdict(timing) for timing in timings] for name, timings in found.items()}
+        args.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ one rank on the CPU, in this process. Exits with 1 if one was wrong or lost, or 
 import argparse
 import itertools
 import random
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -290,18 +292,18 @@ def deployments(
     ]
 
 
-def cells_of(sizes: Sizes, only: str) -> list[tuple[str, int, str, str]]:
-    """Role, rank, signal and phase of each cell whose words hold `only`."""
+def cells_of(sizes: Sizes, only: Sequence[str]) -> list[tuple[str, int, str, str]]:
+    """Role, rank, signal and phase of each cell whose words hold all of `only`."""
     ranks = [(role, rank) for role, size in sizes.items() for rank in range(size)]
     cells = [(*rank, name, phase) for rank in ranks for name in SIGNALS for phase in PHASES]
-    return [cell for cell in cells if only in " ".join(map(str, cell))]
+    return [cell for cell in cells if all(text in " ".join(map(str, cell)) for text in only)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the record there, in markdown")
     parser.add_argument(
-        "--only", default="", help="cells whose role, rank, signal and phase hold this"
+        "--only", nargs="*", default=[], help="cells whose role, rank, signal and phase hold all"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -316,22 +318,32 @@ def main() -> None:
     ]
     if not planned:
         parser.error("no cell is left: name other --sizes or --only, or take more GPUs")
-    cases = draw_cases(random.Random(args.seed))
     cluster = Cluster.start()
     outcomes = []
+    drawing = ThreadPoolExecutor(1)  # while the first application starts
+    drawn = drawing.submit(draw_cases, random.Random(args.seed))
     try:
         for number, (deployment, sizes, cells) in enumerate(planned):
+            began_s = time.monotonic()
             system = System(cluster, f"gang-deaths-{number}", deployment)
+            print(
+                f"{' and '.join(sizes)}: ready {time.monotonic() - began_s:.0f} s after the start",
+                flush=True,
+            )
+            cases = drawn.result()
             stages = {role: GangStage(system, cases, role, sizes) for role in sizes}
             for role, rank, name, phase in cells:
                 outcomes.append(stages[role].run(rank, name, phase))
                 print(*outcomes[-1].cells(), sep=" | ", flush=True)
             system.stop()
     finally:
+        drawing.shutdown()
         cluster.stop()
     options = f"--device {args.device} --seed {args.seed}"
     if args.sizes:
         options += " --sizes " + " ".join(map(str, args.sizes))
+    if args.only:
+        options += " --only " + shlex.join(args.only)
     text = render(outcomes, options, args.device)
     if args.out:
         args.out.write_text(text)

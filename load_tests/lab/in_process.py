@@ -47,14 +47,23 @@ class EngineInProcess:
         self.config = msgspec.structs.replace(config, cache=cache)
         self.engine = _build(self.config, model)
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """`num_tokens` greedy tokens for each prompt, all of them running together."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        on_step: Callable[[StepOutput], None] = lambda _: None,
+    ) -> list[list[int]]:
+        """`num_tokens` greedy tokens for each prompt, all of them running together.
+
+        `on_step` is called with each step's output.
+        """
         keys = [self.add(prompt, num_tokens) for prompt in prompts]
         tokens: dict[RequestKey, list[int]] = {key: [] for key in keys}
 
         def keep(output: StepOutput) -> None:
             for _, record in output.tokens:
                 tokens[record.key].append(record.token_id)
+            on_step(output)
 
         self.run_until_idle(keep)
         return [tokens[key] for key in keys]

@@ -1,7 +1,6 @@
 """P and D of the stories in processes of their own, each with a GPU where there are two."""
 
 import asyncio
-import os
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from engine.messages import ChannelKind
 from load_tests.testbed.channel_ends import End, ReceivingProcess, SendingProcess
 from tests.actors.kv_transfer.hashed_stories import Computed, DecodeSide, HostMover, Mover, Stories
 from tests.actors.kv_transfer.hashed_worker import NUM_BLOCKS, HashedWorker, layout_of
-from tests.actors.kv_transfer.two_processes import Sender, TwoProcesses
+from tests.actors.kv_transfer.two_processes import Sender, TwoProcesses, see_one_gpu
 from tests.harness.forks import FORKS
 
 HOST_PIECES = "host"  # besides the kinds of channels
@@ -60,7 +59,8 @@ def two_hashed_workers(model: Path, device: str) -> Iterator[HashedProcesses]:
 
 
 def _new_end(folder: str, device: str, gpu: int, model: str) -> tuple[End, HashedWorker]:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # CUDA has not started here: as Ray does it
+    if device == "cuda":
+        see_one_gpu(gpu)
     torch.set_num_threads(1)
     end = End(Path(folder), layout_of(Path(model), device), NUM_BLOCKS, CONFIG, device)
     worker = HashedWorker(Path(model), device, captures=gpu == 1)

@@ -84,8 +84,15 @@ def two_processes(device: str) -> Iterator[TwoProcesses]:
             processes.end()
 
 
+def see_one_gpu(index: int) -> None:
+    """Of the GPUs that the tests may use, only this one, as Ray does it; before CUDA starts."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given[index]
+
+
 def _new_end(folder: str, device: str, gpu: int) -> End:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # CUDA has not started here: as Ray does it
+    if device == "cuda":
+        see_one_gpu(gpu)
     return End(Path(folder), LAYOUT, NUM_BLOCKS, CONFIG, device)
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -232,3 +234,19 @@ def test_no_samples_leave_the_prior() -> None:
     model = CostModel()
     model.learn(())
     assert model.costs == PRIOR
+
+
+def test_a_fit_imports_nothing() -> None:
+    """The first one runs between two steps of requests; an import may take as long as a step."""
+    code = """
+import sys
+from engine.cost_model import CostModel, StepWork
+model, before = CostModel(), set(sys.modules)
+for n in range(CostModel.MIN_SAMPLES):
+    model.observe(StepWork.of_prompts([(100 + n, 0)]), 0.01 + 1e-4 * n)
+model.fit_if_due()
+assert model.costs.num_samples == CostModel.MIN_SAMPLES
+print(sorted(set(sys.modules) - before))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -80,6 +80,18 @@ def idle_steps(controller: SpeculationController, num: int) -> None:
 # ---- gates ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [0, 700])
+def test_where_nothing_is_asked_the_step_is_priced_as_any_other_without_drafts(
+    num_prompt_tokens: int,
+) -> None:
+    work = decodes(37).with_work(StepWork(num_prompt_tokens=num_prompt_tokens))
+    asked = offer([0] * 37, work=work, graph_tokens=(16, 64, 1024), num_plain_rows=40)
+    planned = SpeculationController().plan(asked, FITTED)
+    assert planned == choose_drafts(table([[]] * 37), asked, FITTED)
+    assert planned.is_holding
+    assert not planned.was_asked
+
+
 def test_a_hot_request_never_speculates() -> None:
     controller = SpeculationController()
     assert most(controller, "a", 0.71) == 0

@@ -13,7 +13,7 @@ from kernels.moe import rounded_int4, tiles
 from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab import moe_step
-from load_tests.lab.bench_moe import Timing, measure, render, run
+from load_tests.lab.bench_moe import SHAPES, Timing, measure, plans_to_time, render, run
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
     Call,
@@ -95,6 +95,17 @@ def test_quantised_experts_are_timed_and_checked() -> None:
 
 def test_every_kernel_of_a_step_is_timed_and_checked() -> None:
     run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures")
+
+
+def test_experts_that_are_cut_are_timed_by_the_tiles_of_whole_ones_too() -> None:
+    whole = SHAPES["qwen3-30b-a3b"]
+    own, name = "the engine's tiles", "tiles of the whole experts"
+    assert plans_to_time(PLAN, whole, "NVIDIA H200", 2) == {
+        own: PLAN,
+        name: tiles.TUNED["NVIDIA H200"][whole],
+    }
+    assert list(plans_to_time(PLAN, whole, "NVIDIA H200", 1)) == [own]
+    assert list(plans_to_time(PLAN, SHAPES["mixtral-8x7b"], "NVIDIA H200", 2)) == [own]
 
 
 def test_a_case_that_fails_is_a_line() -> None:

@@ -64,6 +64,9 @@ def test_a_variant_is_what_the_configuration_says() -> None:
         "--clients 2",
         "--config configs/gpu.yaml --queue fcfs",
         "--config configs/gpu.yaml --max-rows 8",
+        "--tensor-parallel 2 --queue laps fcfs",
+        "--tensor-parallel 2 --one-batch",
+        "--url http://x --expert-parallel",
     ],
 )
 def test_switches_that_contradict_each_other_are_refused(switches: str, tmp_path: Path) -> None:
@@ -167,3 +170,12 @@ def test_a_gpu_serves_the_load_under_every_form_of_graphs(tmp_path: Path) -> Non
     names = [point.variant for point in results.points]
     assert names == [f"laps, exclusive, graphs {form}" for form in ("ragged", "grid", "off")]
     assert [figure.what for figure in results.batches].count("device") == 5
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_as_one_engine(tmp_path: Path) -> None:
+    switches = [*TINY, "--rates", "20", "--seeds", "7", "--tensor-parallel", "2"]
+    results = run(build_parser().parse_args(switches), tmp_path)
+    [point] = results.points
+    assert all(len(run.served) > 0 for run in point.runs)
+    assert results.about["tensor_parallel"] == 2
