@@ -242,22 +242,23 @@ def _choose_decoder(
     """Prefers enough free blocks, then little KV to move, then few running requests.
 
     host: the machine of the KV. KV that a worker has cached is not moved. Among workers to which
-    moving takes as long, the least busy one with the largest share of free blocks is chosen.
+    moving takes as long, of the least busy the one that has most of it is chosen, and of those the
+    one with the largest share of free blocks.
     """
 
     def num_steps(s: WorkerSnapshot) -> int:
         token_s = NEAR_TOKEN_S if host and s.host == host else FAR_TOKEN_S
         return int(max(num_prompt_tokens - s.hit_tokens, 0) * token_s / MOVE_STEP_S)
 
-    def business(s: WorkerSnapshot) -> tuple[float, str]:
-        return s.num_running - s.num_free_blocks / max(s.num_blocks, 1), s.name
+    def rank(s: WorkerSnapshot) -> tuple[int, int, int, float, str]:
+        free_share = s.num_free_blocks / max(s.num_blocks, 1)
+        return num_steps(s), s.num_running, -s.hit_tokens, -free_share, s.name
 
     num_blocks = num_prompt_tokens // block_size + 1
     usable = [s for s in workers if s.num_free_blocks >= num_blocks] or workers
     least = min(s.num_running for s in usable)
     limit = least + max(SPARE_REQUESTS, SPARE_SHARE * least)
-    among = [s for s in usable if s.num_running <= limit]
-    return min(among, key=lambda s: (num_steps(s), *business(s)))
+    return min((s for s in usable if s.num_running <= limit), key=rank)
 
 
 def _prefer(workers: list[WorkerSnapshot], avoid: Sequence[str]) -> list[WorkerSnapshot]:

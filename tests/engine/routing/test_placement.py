@@ -171,8 +171,10 @@ def test_a_conversation_goes_back_to_the_decode_worker_that_has_its_kv() -> None
     assert _where(prefill, had, *others, num_tokens=900) == ("p0", "d1")
     busier = replace(had, num_running=3)
     assert _where(prefill, busier, *others, num_tokens=900) == ("p0", "d0")
-    # A hit that saves less than a ms decides nothing.
-    assert _where(prefill, replace(had, hit_tokens=64), *others, num_tokens=900) == ("p0", "d0")
+    # A hit that saves less than a ms decides among those that are as busy, before free blocks do.
+    little = replace(had, hit_tokens=64, num_free_blocks=60)
+    assert _where(prefill, little, *others, num_tokens=900) == ("p0", "d0")
+    assert _where(prefill, replace(little, num_running=0), *others, num_tokens=900) == ("p0", "d1")
     # 900 tokens between two GPUs take less than 100 over the network.
     near = _worker("d3", "decode", host="a")
     assert _where(prefill, replace(had, host="b"), near, num_tokens=900) == ("p0", "d3")
