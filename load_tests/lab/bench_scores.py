@@ -67,7 +67,8 @@ class ScoreLoad:
     def arrivals_s(self) -> list[float]:
         """Seconds from the start at which requests are due; at least one."""
         rng = random.Random(self.seed)
-        times_s, now_s = [], 0.0
+        times_s: list[float] = []
+        now_s = 0.0
         while now_s <= self.duration_s or not times_s:
             times_s.append(now_s)
             now_s += rng.expovariate(self.rate / self.num_items)
