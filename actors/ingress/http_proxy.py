@@ -9,6 +9,7 @@ import atexit
 import importlib.util
 import os
 import platform
+import random
 import resource
 import secrets
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import ray
@@ -35,6 +37,9 @@ FOLDER = "laps-haproxy-"  # and random letters: where HAProxy's files are
 PROGRAM = "laps-haproxy"  # HAProxy with closed ports (actors/ingress/closed_haproxy.py)
 MAX_CONNECTIONS = 4096
 FILES_PER_CONNECTION = 2.5
+# What HAProxy and the Python proxy behind it take some 20 s after they are chosen: Linux gives none
+# of them to a connection meanwhile, as it does with those from 32,768 on.
+OWN_PORTS = range(20_000, 30_000)
 # Serve gives replicas the first ports of this range; an application of its own needs a few.
 REPLICA_PORTS = range(30_000, 60_000, 100)
 
@@ -161,12 +166,8 @@ def _max_files() -> int:
 
 
 def _free_ports(num: int) -> list[int]:
-    """Returns ports that nobody listens on now; they are held together, so that they differ."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
+    """Returns ports that nobody listens on now, at each call others."""
+    return list(islice(filter(_is_free, random.sample(OWN_PORTS, len(OWN_PORTS))), num))
 
 
 def _is_free(port: int) -> bool:

@@ -2,6 +2,7 @@
 
 import atexit
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -15,7 +16,14 @@ import ray
 from ray._private import worker as ray_worker
 
 from actors.ingress import http_proxy
-from actors.ingress.http_proxy import Host, choose, haproxy_environment, set_http_proxy, this_host
+from actors.ingress.http_proxy import (
+    OWN_PORTS,
+    Host,
+    choose,
+    haproxy_environment,
+    set_http_proxy,
+    this_host,
+)
 from configs.process_environment import HA_PROXY, asked_ha_proxy
 from configs.schema import HttpProxy
 from engine.errors import ConfigError
@@ -75,6 +83,27 @@ def test_two_applications_share_no_port_and_no_file(tmp_path: Path) -> None:
     haproxys = ("STATS_PORT", "METRICS_PORT", "SOCKET_PATH", "CONFIG_FILE_LOC")
     for name in (*(f"HAPROXY_{each}" for each in haproxys), "FALLBACK_PROXY_HTTP_PORT"):
         assert one[f"RAY_SERVE_{name}"] != other[f"RAY_SERVE_{name}"]
+
+
+def test_a_port_of_haproxys_is_free_and_none_that_a_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """HAProxy listens long after they are chosen: one of the kernel's own may be taken by then."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = [next(port for port in OWN_PORTS[n * 1000 :] if _listens(port)) for n in range(3)]
+        candidates = (taken.getsockname()[1], *free)
+        monkeypatch.setattr(http_proxy, "OWN_PORTS", candidates)
+        environment = haproxy_environment(Path("x"), Path("y"))
+    names = ("HAPROXY_STATS_PORT", "HAPROXY_METRICS_PORT", "FALLBACK_PROXY_HTTP_PORT")
+    assert {int(environment[f"RAY_SERVE_{name}"]) for name in names} == set(free)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_this_host_is_described() -> None:
