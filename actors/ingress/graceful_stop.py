@@ -67,7 +67,7 @@ def stop_gracefully_on_signals(
         for number in SIGNALS:
             signal.signal(number, stop.first)
 
-    # Ray has installed its own handlers, whose C++ part aborts the process. Other hooks take seconds.
+    # Ray has installed its own, whose C++ part aborts the process, and other hooks take seconds.
     ray_worker._post_init_hooks.insert(0, install)
 
 
