@@ -13,6 +13,7 @@ from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 from ray.serve.schema import LoggingConfig
 
+from actors.ingress.failed_start import fail_where_start_fails
 from actors.ingress.graceful_stop import stop_gracefully_on_signals
 from actors.ingress.http_proxy import set_http_proxy
 from actors.ingress.listening import listen_on
@@ -53,6 +54,7 @@ def build(args: dict[str, str]) -> Application:
     except (ConfigError, ConfigFileError):
         _print_without_traceback(ConfigError, ConfigFileError)
         raise
+    fail_where_start_fails()
     stop_gracefully_on_signals(
         config.edge.drain_s, lambda: shared_file.remove(shared_file.name_for(spec.block_key))
     )

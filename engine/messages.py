@@ -407,6 +407,7 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     num_done: int  # prompts that decode workers have taken over
     num_bytes: int
+    num_found_blocks: int  # of these prompts, that decode workers had cached: not sent
     num_failures: int  # handoffs that were retried or given up
 
 

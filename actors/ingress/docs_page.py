@@ -85,7 +85,7 @@ def _fields(structure: str, schemas: Json) -> Iterator[str]:
     ):
         shown = f"<code>{escape(name)}</code>"
         bold = f"<b>{shown}</b>" if name in required else shown
-        yield f"<tr><td>{bold}</td><td>{_kind(fields[name])}</td></tr>"
+        yield f"<tr><td>{bold}</td><td>{_kind(fields[name])}{_note(fields[name])}</td></tr>"
     yield "</table>"
 
 
@@ -96,6 +96,13 @@ def _name(schema: Json) -> str:
 
 def _is_unsupported(field: Json) -> bool:
     return field.get("description") == UNSUPPORTED_FIELD
+
+
+def _note(field: Json) -> str:
+    """What the document says of a field beside its type, as HTML behind the type."""
+    if _is_unsupported(field) or "description" not in field:
+        return ""
+    return f". {escape(field['description'])}"
 
 
 def _kind(field: Json) -> str:

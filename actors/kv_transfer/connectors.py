@@ -107,6 +107,7 @@ class SendingConnector(KvConnector):
         return HandoffTotals(
             num_done=counts.num_sent,
             num_bytes=counts.num_bytes,
+            num_found_blocks=counts.num_found_blocks,
             num_failures=counts.num_retries + sum(counts.failures.values()),
         )
 

@@ -69,7 +69,7 @@ class ComputedBlocks:
         self._ready: HandoffReady | None = None
         self._changed = asyncio.Event()
         self._num_blocks = 0
-        self._num_hit_blocks = 0
+        self.num_hit_blocks = 0  # that the decode side had
         self._epoch = 0
         self._next = 0
         self._num_under_way = 0
@@ -95,7 +95,7 @@ class ComputedBlocks:
     def expect(self, reservation: Reservation) -> None:
         """Notes that the decode side has reserved blocks, and how many need no transfer."""
         self._num_blocks = reservation.num_blocks
-        self._next = self._num_hit_blocks = reservation.num_hit_blocks
+        self._next = self.num_hit_blocks = reservation.num_hit_blocks
 
     def go_on_under(self, epoch: int) -> None:
         """Sends pieces by this epoch's channel; a new epoch starts the transfer over."""
@@ -105,7 +105,7 @@ class ComputedBlocks:
 
     def start_over(self) -> None:
         """Forgets what was sent; no piece is in flight."""
-        self._next, self._num_under_way = self._num_hit_blocks, 0
+        self._next, self._num_under_way = self.num_hit_blocks, 0
 
     async def wait_sendable(self) -> None:
         """Wait until there is a next piece.

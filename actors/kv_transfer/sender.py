@@ -81,6 +81,7 @@ class SenderStatistics:
     num_pieces: int
     num_calls: int  # that carried them
     num_bytes: int
+    num_found_blocks: int  # of these prompts, that decode workers had: not sent
     num_early_blocks: int  # sent while their prompt still computed
     num_retries: int
     num_fallbacks: int  # channels opened that were not of the favourite kind
@@ -178,6 +179,7 @@ class HandoffSender:
             num_pieces=self._pieces.counts["pieces"],
             num_calls=self._pieces.num_calls,
             num_bytes=self._pieces.counts["bytes"],
+            num_found_blocks=self._counts["found blocks"],
             num_early_blocks=self._pieces.counts["early blocks"],
             num_retries=self._counts["retries"],
             num_fallbacks=self._links.num_fallbacks,
@@ -206,7 +208,7 @@ class HandoffSender:
         failure: FailureRecord | None = None
         try:
             await self._hand_over(handoff)
-            self._counts["sent"] += 1
+            self._count_sent(handoff)
         except EndedError:
             self._counts["ended"] += 1
             # First, because a silent decode worker must not hold blocks here.
@@ -222,6 +224,10 @@ class HandoffSender:
             del self._handoffs[handoff.key]
         if failure is not None:
             self._on_failure(handoff.started.ingress_id, failure)
+
+    def _count_sent(self, handoff: _Handoff) -> None:
+        self._counts["sent"] += 1
+        self._counts["found blocks"] += handoff.blocks.num_hit_blocks
 
     async def _hand_over(self, handoff: _Handoff) -> None:
         peer = await self._links.peer(handoff.started.decode_worker)
@@ -270,7 +276,7 @@ class HandoffSender:
         if not isinstance(error, DeclinedError):  # else it lives, and its connection is kept
             self._links.forget_peer(started.decode_worker)
         if await self._tell(handoff, error.message) == "committed":
-            self._counts["sent"] += 1
+            self._count_sent(handoff)
             return None
         try:
             await unless_ended(handoff.computed, handoff.ended)

@@ -7,6 +7,7 @@ neither torch nor Ray.
 
 import logging
 import socket
+from ipaddress import ip_address
 from pathlib import Path
 
 from configs.schema import AppConfig
@@ -49,16 +50,25 @@ def check_startable(config: AppConfig) -> None:
 
 
 def _check_address(address: str | None) -> None:
-    """Refuses an address that no actor could listen on: the start would wait for it for ever."""
+    """Refuses an address that no actor could listen on: the start would wait for it for ever.
+
+    And one that stands for all of a machine's: others are told to call it, and cannot.
+    """
     if address is None:
         return
     try:
-        socket.getaddrinfo(address, None)
+        found = socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"handoff.address: {address!r} is no address that this machine knows ({error}); set"
             " 127.0.0.1 where all runs on one machine, or leave it out"
         ) from error
+    if any(ip_address(place[0]).is_unspecified for *_, place in found):
+        raise ConfigError(
+            f"handoff.address: {address!r} stands for all addresses of a machine, and other actors"
+            " must call one of them; set 127.0.0.1 where all runs on one machine, or leave it out:"
+            " then it is the node's"
+        )
 
 
 def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:

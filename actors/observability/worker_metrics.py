@@ -39,6 +39,7 @@ TOTALS: Mapping[str, str] = {
     "laps_split_graph_steps": "Steps that replayed a graph of two batches.",
     "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
+    "laps_handoff_found_blocks": "KV blocks that were not sent: the decode worker had them.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
     "laps_host_tier_asked_blocks": "KV blocks of prompts that the device lacked.",
     "laps_host_tier_hit_blocks": "Of these, found in the host tier or below it.",
@@ -218,6 +219,7 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
     if handoffs is not None:
         totals["laps_handoffs"] = handoffs.num_done
         totals["laps_handoff_bytes"] = handoffs.num_bytes
+        totals["laps_handoff_found_blocks"] = handoffs.num_found_blocks
         totals["laps_handoff_failures"] = handoffs.num_failures
     return totals
 

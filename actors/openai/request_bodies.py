@@ -7,19 +7,24 @@ limits and meaning are in actors/openai/protocol.py. Source of the fields: OpenA
 those below "extensions" carry vLLM's names and meanings.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Raw, field
+from msgspec import Meta, Raw, field
 
 from engine.errors import RequestError
 
 Scalar = str | int | float | bool | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 Body = TypeVar("Body", bound=msgspec.Struct)
+# What the API's document says of fields that are accepted as OpenAI's servers do.
+NO_EFFECT = Meta(description="No effect.")
+ONLY_REPEATED = Meta(description="No effect: the answer repeats it.")
 
 
 class StrictObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +38,7 @@ class LenientObject(msgspec.Struct, frozen=True, kw_only=True):
 class StreamOptions(StrictObject, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # extension: usage so far on every chunk
-    include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None  # nothing is ever padded here
 
 
 class ContentPart(LenientObject, frozen=True, kw_only=True):
@@ -153,8 +158,7 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    # Accepted as OpenAI's servers do; no effect here.
-    user: str | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
     # Extensions.
     top_k: int | None = None
     min_p: float | None = None
@@ -177,7 +181,8 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # no effect: no tokenizer here puts any
+    # No tokenizer here puts any.
+    spaces_between_special_tokens: Annotated[bool | None, NO_EFFECT] = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     logprob_token_ids: list[int] | None = None
@@ -185,7 +190,7 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
-    length_penalty: float | None = None  # no effect without beam search
+    length_penalty: Annotated[float | None, NO_EFFECT] = None  # for beam search
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     early_stopping: Raw = field(default_factory=Raw)
     ec_transfer_params: Raw = field(default_factory=Raw)
@@ -210,15 +215,14 @@ class _ChatFields(GenerationBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Accepted as OpenAI's servers do; no effect here.
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Scalar] | None = None
-    prediction: Prediction | None = None
+    store: Annotated[bool | None, NO_EFFECT] = None
+    metadata: Annotated[dict[str, str] | None, NO_EFFECT] = None
+    service_tier: Annotated[ServiceTier | None, NO_EFFECT] = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_retention: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_options: Annotated[dict[str, Scalar] | None, NO_EFFECT] = None
+    prediction: Annotated[Prediction | None, NO_EFFECT] = None
     # Tools.
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
@@ -271,8 +275,7 @@ class _PromptsBody(StrictObject, frozen=True, kw_only=True):
     """What requests share that ask about prompts and want no output."""
 
     model: str | None = None  # null = the model that is served
-    # Accepted as OpenAI's servers do; no effect here.
-    user: str | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
     # As in the other endpoints.
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -411,6 +414,9 @@ _SUCCESSORS = {
 }
 _MAX_RAW_BYTES = 64  # longer than every allowed value above: no need to decode more
 
+# msgspec's words for half of a surrogate pair, by where it stands; two have other causes, too.
+_HALF_PAIR = ("surrogate pair", "end of hex escape", "Input data was truncated")
+
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
 _EXPECTED = re.compile(r"^Expected `(?P<expected>[^`]+)`, got `(?P<got>[^`]+)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -455,7 +461,7 @@ def decode_fields(body: bytes, kind: type[Body]) -> Body:
     except UnicodeDecodeError as error:
         raise bad_json("it is not valid UTF-8") from error
     except msgspec.DecodeError as error:
-        raise bad_json(str(error)) from error
+        raise bad_json(_explain_malformed(str(error), body)) from error
 
 
 def is_given(raw: Raw) -> bool:
@@ -491,7 +497,21 @@ def _decode_raw(raw: Raw) -> object:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_json(str(error)) from error
+        raise bad_json(_explain_malformed(str(error), bytes(raw))) from error
+
+
+def _explain_malformed(message: str, body: bytes) -> str:
+    """Says what to do about half of a surrogate pair, which Python's own reader lets pass."""
+    if not any(words in message for words in _HALF_PAIR):
+        return message
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return message
+    return (
+        "it has half of a surrogate pair, an escape from \\ud800 to \\udfff that stands alone;"
+        " escape such a character by both halves, or send it as UTF-8"
+    )
 
 
 def _explain(message: str) -> RequestError:

@@ -1,4 +1,6 @@
-"""Polls every prefill worker for its cached blocks and the cost of its steps.
+"""Polls every worker for its cached blocks, and those that prefill for the cost of their steps.
+
+Decode workers are asked where there are several: then a conversation can go where its KV is.
 
 Reports are pulled: a slow reader gets fewer and larger ones, and after a lost one the next request
 asks for everything.
@@ -64,14 +66,17 @@ class CacheReportReader:
             await asyncio.sleep(self._period_s)
 
     def _silent(self, links: Iterable[WorkerLink], now_s: float) -> list[WorkerLink]:
-        """Returns the prefill workers to ask now: none is being asked, each is busy or due."""
+        """Returns the workers to ask now: none is being asked, each is busy or due."""
         for task in [task for task in self._asking.values() if task.done()]:
             task.result()
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
+        links = list(links)
+        has_choice = sum(link.role == "decode" for link in links) > 1
+        links = [link for link in links if link.role != "decode" or has_choice]
         return [link for link in links if self._is_due(link, now_s)]
 
     def _is_due(self, link: WorkerLink, now_s: float) -> bool:
-        if not link.is_up or link.role == "decode" or link.name in self._asking:
+        if not link.is_up or link.name in self._asking:
             return False
         asked_s = self._asked_s.get(link.name, -math.inf)
         return _is_busy(link) or now_s - asked_s >= self._idle_period_s
@@ -79,15 +84,20 @@ class CacheReportReader:
     async def _ask(self, link: WorkerLink) -> None:
         assert link.handle is not None, f"{link.name} is not connected"
         incarnation = link.incarnation
+        # Placement predicts no prefill on a decode worker.
+        is_decode = link.role == "decode"
+        tiers_after = {} if is_decode else self._tiers_after(link.name)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 cache_report = await link.handle.cache_report(
-                    self._last_sequence(link.name), self._tiers_after(link.name)
+                    self._last_sequence(link.name), tiers_after
                 )
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", link.name, error)
             return
         if link.is_up and link.incarnation == incarnation:  # else lost meanwhile
+            if is_decode:
+                cache_report = CacheReport(blocks=cache_report.blocks)
             self._learn(link.name, cache_report)
 
 

@@ -28,12 +28,15 @@ COUNTED_AFTER_S = 0.2
 # report says. Otherwise a worker that is idle again would seem busy until its next report.
 DONE_AFTER_S = 0.05
 RETRY_AFTER_S = 1.0
-# A decode worker on the prefill worker's machine is preferred while it runs at most so many more
-# requests than the least busy one, or this share more if that is more. KV of 1,000 tokens of an 8B
-# model (144 MB) takes 1 ms between two GPUs of a machine and 12 ms over a network of 100 Gb/s; in
-# each decode step, one such request more costs the others 0.04 ms.
-NEAR_REQUESTS = 2
-NEAR_SHARE = 0.125
+# Of decode workers that run at most so many more requests than the least busy one, or this share
+# more if that is more, the one to which the KV moves soonest gets a prompt. In each decode step,
+# one request more of 1,000 tokens of an 8B model costs the others 0.04 ms.
+SPARE_REQUESTS = 2
+SPARE_SHARE = 0.125
+# What a token's KV takes, of that model: between two GPUs of a machine, and over 100 Gb/s.
+NEAR_TOKEN_S = 1e-6
+FAR_TOKEN_S = 12e-6
+MOVE_STEP_S = 1e-3  # shorter differences do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +140,11 @@ def route(
         decoders = [s for s in alive if s.role == "decode"]
         if not decoders:
             return Hold(reason="no decode worker is alive", retry_after_s=RETRY_AFTER_S)
-        num_blocks = prompt.num_prompt_tokens // rules.block_size + 1
         decode_worker = _choose_decoder(
-            _prefer(decoders, prompt.avoid), num_blocks, chosen.worker.host
+            _prefer(decoders, prompt.avoid),
+            prompt.num_prompt_tokens,
+            rules.block_size,
+            chosen.worker.host,
         ).name
     return Assign(
         prefill_worker=chosen.worker.name,
@@ -232,25 +237,28 @@ def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candida
 
 
 def _choose_decoder(
-    workers: Sequence[WorkerSnapshot], num_blocks: int, host: str
+    workers: Sequence[WorkerSnapshot], num_prompt_tokens: int, block_size: int, host: str
 ) -> WorkerSnapshot:
-    """Prefers enough free blocks, then `host`, then few running requests and many free blocks.
+    """Prefers enough free blocks, then little KV to move, then few running requests.
 
-    host: the machine of the KV. Its workers are preferred unless the others are less busy.
+    host: the machine of the KV. KV that a worker has cached is not moved. Among workers to which
+    moving takes as long, of the least busy the one that has most of it is chosen, and of those the
+    one with the largest share of free blocks.
     """
 
-    def rank(s: WorkerSnapshot) -> tuple[bool, float, str]:
-        free_share = s.num_free_blocks / max(s.num_blocks, 1)
-        return s.num_free_blocks < num_blocks, s.num_running - free_share, s.name
+    def num_steps(s: WorkerSnapshot) -> int:
+        token_s = NEAR_TOKEN_S if host and s.host == host else FAR_TOKEN_S
+        return int(max(num_prompt_tokens - s.hit_tokens, 0) * token_s / MOVE_STEP_S)
 
-    best = min(workers, key=rank)
-    if not host or best.host == host:
-        return best
-    limit = best.num_running + max(NEAR_REQUESTS, NEAR_SHARE * best.num_running)
-    lacks_room = best.num_free_blocks < num_blocks
-    near = [s for s in workers if s.host == host and s.num_running <= limit]
-    near = [s for s in near if lacks_room or s.num_free_blocks >= num_blocks]
-    return min(near, key=rank, default=best)
+    def rank(s: WorkerSnapshot) -> tuple[int, int, int, float, str]:
+        free_share = s.num_free_blocks / max(s.num_blocks, 1)
+        return num_steps(s), s.num_running, -s.hit_tokens, -free_share, s.name
+
+    num_blocks = num_prompt_tokens // block_size + 1
+    usable = [s for s in workers if s.num_free_blocks >= num_blocks] or workers
+    least = min(s.num_running for s in usable)
+    limit = least + max(SPARE_REQUESTS, SPARE_SHARE * least)
+    return min((s for s in usable if s.num_running <= limit), key=rank)
 
 
 def _prefer(workers: list[WorkerSnapshot], avoid: Sequence[str]) -> list[WorkerSnapshot]:

@@ -136,6 +136,24 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
                 _same(ALWAYS, 128, 256, 64, 16, 8, 4, by_tma=True),
             ),
         ),
+        # A rank's part of the same, cut over two: compared at 1, 2, 4, 8, 16, 64, 256, 1,024 and
+        # 8,192 tokens. From 65 to 1,024 tokens these are the general ones, of which none is better.
+        ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=384): TilePlan(
+            few_up_to=8,
+            few_gate_up=FewTile(2, 1024, 2),
+            few_down=FewTile(4, 512, 2, prefetch_k=128),
+            pairs=(
+                _pair(64, Tile(16, 64, 256, 1, 4, 2, by_tma=True), Tile(16, 128, 128, 1, 4, 2)),
+                _same(256, 16, 128, 128, 1, 4, 3),
+                _same(512, 32, 128, 64, 4, 4, 4),
+                _same(1024, 64, 128, 64, 8, 4, 3),
+                _pair(
+                    ALWAYS,
+                    Tile(128, 256, 64, 16, 8, 3, by_tma=True),
+                    Tile(128, 128, 64, 8, 4, 3, by_tma=True),
+                ),
+            ),
+        ),
         # DeepSeek-V2-Lite: compared at 1, 2, 4, 16, 32, 64, 128, 256, 1,024 and 8,192 tokens, up to
         # 256 with the shared expert computed along.
         ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408): TilePlan(

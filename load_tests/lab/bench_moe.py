@@ -4,6 +4,7 @@
     python -m load_tests.lab.bench_moe --shape mixtral-8x7b --tokens 1 64 1024
     python -m load_tests.lab.bench_moe --tune
     python -m load_tests.lab.bench_moe --ranks 2 --tune --tune-tokens 16 64 256 8192
+    python -m load_tests.lab.bench_moe --shape glm-4.7-flash --like deepseek-v2-lite
     python -m load_tests.lab.bench_moe --format nvfp4    # quantised experts: bench_quant's formats
 
 `rounded` is a step but for the router with FP8 or INT4 experts and inputs rounded to FP8, as the
@@ -12,8 +13,8 @@ rows, warps, stages). Routes are uniform, weights are not in the cache (moe_step
 time to read the weights of experts that have tokens, or to multiply by them, whichever is longer.
 `--tune` tries tiles at every number of tokens and prints the best as an entry of
 kernels/moe/tiles.py; then it times them. `--ranks`: a rank's part of experts that are cut, by the
-tiles that the engine would take and by those of the whole experts, if the GPU's table has them. A
-case that fails is a line of the table.
+tiles that the engine would take and by those of the whole experts, if the GPU's table has them;
+`--like`: by those of another shape, too. A case that fails is a line of the table.
 """
 
 import argparse
@@ -216,6 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="find the best tiles first")
     parser.add_argument("--tune-tokens", type=int, nargs="+", default=list(TUNED_TOKENS))
     parser.add_argument("--ranks", type=int, default=1, help="that cut each expert")
+    parser.add_argument("--like", nargs="+", choices=sorted(SHAPES), default=[], help="other tiles")
     parser.add_argument("--tune-seconds", type=float, default=TUNING_S, metavar="S")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
     args = parser.parse_args()
@@ -226,15 +228,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def plans_to_time(
-    own: TilePlan, whole: ExpertShape, gpu_name: str, num_ranks: int
-) -> dict[str, TilePlan]:
-    """Name -> the tiles of the engine, and those of the whole experts where these are cut."""
-    tuned = TUNED.get(gpu_name, {}).get(whole)
+def plans_to_time(own: TilePlan, others: Sequence[str], gpu_name: str) -> dict[str, TilePlan]:
+    """Name -> the tiles of the engine, and those of other shapes that the GPU's table has."""
     plans = {"the engine's tiles": own}
-    if num_ranks > 1 and tuned is not None:
-        # An expert that all tokens pass is timed apart, so that both plans do the same.
-        plans["tiles of the whole experts"] = replace(tuned, joined_up_to=0)
+    for name in others:
+        tuned = TUNED.get(gpu_name, {}).get(SHAPES[name])
+        if tuned is not None:
+            plans[f"tiles of {name}"] = tuned
     return plans
 
 
@@ -253,7 +253,8 @@ def main() -> None:
     plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
     tiles = "tuned" if is_dense and is_tuned(shape, gpu) else "general"
     print(f"{args.shape} over {args.ranks} in {args.format} on {gpu.describe()}, {tiles} tiles")
-    plans = plans_to_time(plan, whole, gpu.name, args.ranks)
+    others = [*([args.shape] if args.ranks > 1 else []), *args.like]
+    plans = plans_to_time(plan, others, gpu.name)
     if args.tune:
         tuning = Tuning(shape, layers, graph_us, seconds=args.tune_seconds)
         plans["tuned now"] = tuning.plan(args.tune_tokens)

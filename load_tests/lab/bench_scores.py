@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from configs.load import load_config
@@ -67,7 +68,8 @@ class ScoreLoad:
     def arrivals_s(self) -> list[float]:
         """Seconds from the start at which requests are due; at least one."""
         rng = random.Random(self.seed)
-        times_s, now_s = [], 0.0
+        times_s: list[float] = []
+        now_s = 0.0
         while now_s <= self.duration_s or not times_s:
             times_s.append(now_s)
             now_s += rng.expovariate(self.rate / self.num_items)
@@ -108,8 +110,13 @@ def serve(
     return took_s
 
 
-def measure(ours: EngineInProcess, args: argparse.Namespace) -> list[list[str]]:
-    """The table's rows, a rate each, and the last one with each way's highest good rate."""
+def measure(
+    ours: EngineInProcess, args: argparse.Namespace, log: Callable[[str], None]
+) -> list[list[str]]:
+    """The table's rows, a rate each, and the last one with each way's highest good rate.
+
+    `log` gets each figure as soon as it is measured.
+    """
     header = ["items/s", *(f"{way} {what}" for way in WAYS for what in ("p50 ms", "p99 ms"))]
     rows, best = [header], dict.fromkeys(WAYS, 0.0)
     for rate in args.rates:
@@ -120,7 +127,9 @@ def measure(ours: EngineInProcess, args: argparse.Namespace) -> list[list[str]]:
             p99_ms = _quantile(took_ms, 99)
             if p99_ms < MAX_P99_MS:
                 best[way] = max(best[way], rate)
-            cells += [f"{statistics.median(took_ms):.1f}", f"{p99_ms:.1f}"]
+            p50_ms = statistics.median(took_ms)
+            log(f"{rate:g} items/s, {way}: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms")
+            cells += [f"{p50_ms:.1f}", f"{p99_ms:.1f}"]
         rows.append(cells)
     limits = [cell for way in WAYS for cell in (f"{best[way]:g} items/s", "")]
     return [*rows, [f"p99 < {MAX_P99_MS:g} ms", *limits]]
@@ -176,14 +185,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, scratch: Path) -> str:
-    """Build the engine, measure, and return what is to be printed."""
+def run(args: argparse.Namespace, scratch: Path, log: Callable[[str], None]) -> str:
+    """Build the engine, measure, and return what is to be printed; `log` as in `measure`."""
     folder = args.model if args.shapes is None else write_shapes(args.shapes, scratch)
     ours = EngineInProcess(bench_config(folder, args))
+    log("the engine is ready")
     for params in WAYS.values():
         warm_up_s = WARM_UP_REQUESTS * args.items / args.rates[0]
         serve(ours, _load(args, args.rates[0], warm_up_s, args.seed + 1), params)
-    rows = measure(ours, args)
+    rows = measure(ours, args, log)
     about = describe_device(args.device) | {
         "engine": ours.engine.describe(),
         "compiled_since_ready": ours.engine.compilations.names,
@@ -194,7 +204,7 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
 def main() -> None:
     args = build_parser().parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        print(run(args, Path(scratch)))
+        print(run(args, Path(scratch), partial(print, flush=True)))
 
 
 if __name__ == "__main__":

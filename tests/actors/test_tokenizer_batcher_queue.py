@@ -151,6 +151,27 @@ def test_an_unfilled_batch_leaves_when_its_oldest_call_has_waited_enough() -> No
     on_a_bench(test)
 
 
+def test_a_later_call_does_not_make_the_oldest_wait_longer() -> None:
+    async def test(bench: Bench) -> None:
+        bench.submit(1)
+        await settle()
+        bench.submit(2)
+        await settle()
+        bench.clock.advance(0.2)
+        bench.submit(3)
+        await settle()
+        bench.clock.advance(0.1)
+        await bench.finish_one()
+        assert bench.wait.timeouts == [pytest.approx(0.2)]
+        bench.wait.expire()
+        await settle()
+        assert bench.worker.batches == [[1], [2, 3]]
+        await bench.finish_one()
+        assert await bench.results() == ["<1>", "<2>", "<3>"]
+
+    on_a_bench(test)
+
+
 def test_calls_that_already_waited_through_a_long_batch_wait_no_more() -> None:
     async def test(bench: Bench) -> None:
         bench.submit(1)

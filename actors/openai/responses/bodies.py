@@ -4,14 +4,17 @@ Items of the input and tools are read leniently, as messages of chats are: clien
 they got, from whatever server.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Raw, field
 
 from actors.openai.request_bodies import (
+    NO_EFFECT,
+    ONLY_REPEATED,
     Effort,
     LenientObject,
     Scalar,
+    ServiceTier,
     StrictObject,
     StructuredOutputs,
 )
@@ -85,7 +88,7 @@ class ResponseToolChoice(LenientObject, frozen=True, kw_only=True):
 
 
 class ResponseStreamOptions(StrictObject, frozen=True, kw_only=True):
-    include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None  # nothing is ever padded here
 
 
 class ResponsesBody(StrictObject, frozen=True, kw_only=True):
@@ -107,15 +110,16 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
-    # Accepted as OpenAI's servers do; no effect here.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Scalar] | None = None
-    max_tool_calls: int | None = None  # counts calls of tools that a server runs itself
+    # Accepted as OpenAI's servers do.
+    user: Annotated[str | None, ONLY_REPEATED] = None
+    metadata: Annotated[dict[str, str] | None, ONLY_REPEATED] = None
+    service_tier: Annotated[ServiceTier | None, NO_EFFECT] = None
+    safety_identifier: Annotated[str | None, ONLY_REPEATED] = None
+    prompt_cache_key: Annotated[str | None, ONLY_REPEATED] = None
+    prompt_cache_retention: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_options: Annotated[dict[str, Scalar] | None, NO_EFFECT] = None
+    # Counts calls of tools that a server runs itself.
+    max_tool_calls: Annotated[int | None, ONLY_REPEATED] = None
     # Extensions, as in chats.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -134,9 +138,9 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     enable_response_messages: bool | None = None  # the tokens read and written are in the answer
-    # No effect: every client with the same API key, or any without keys, may read a stored response
+    # Every client with the same API key, or any without keys, may read a stored response
     # whose id it knows, so no client chooses it.
-    request_id: str | None = None
+    request_id: Annotated[str | None, NO_EFFECT] = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     background: Raw = field(default_factory=Raw)
     conversation: Raw = field(default_factory=Raw)

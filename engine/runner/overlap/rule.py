@@ -40,6 +40,7 @@ class LayerCosts:
 
     parts: tuple[PartCosts, ...]
     sum_bytes_per_token: float  # over the link, in all of the layer's sums
+    has_dp_attention: bool = False  # its exchanges are more to launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +51,21 @@ class DeviceRates:
     flops: float
     link_bytes: float
     # Seconds its host takes to launch a layer, where no graph is replayed: as one batch, as two.
-    launch_s: float
-    launch_two_s: float
+    launches_s: tuple[float, float]
+    dp_launches_s: tuple[float, float]  # with DP attention
 
 
 # bf16 products, reading memory, NCCL between two GPUs of one host, and layers of Qwen3-30B-A3B that
-# wait for their launches (load_tests/results/h200_moe.md).
+# wait for their launches; with DP attention those of DeepSeek-V2-Lite
+# (load_tests/results/h200_moe.md).
 # A dense layer has fewer operations to launch; what they take was not measured, so that of a dense
 # model fewer steps are split than may pay.
 H200 = DeviceRates(
-    memory_bytes=3.94e12, flops=805e12, link_bytes=394e9, launch_s=1.14e-3, launch_two_s=2.94e-3
+    memory_bytes=3.94e12,
+    flops=805e12,
+    link_bytes=394e9,
+    launches_s=(1.14e-3, 2.94e-3),
+    dp_launches_s=(3.5e-3, 7.8e-3),
 )
 
 
@@ -85,10 +91,12 @@ class OverlapCosts:
     def gain(self, num_first: int, num_second: int) -> float:
         """The share of a whole step's time that splitting saves; below 0 = it loses."""
         num_tokens = num_first + num_second
-        sums_s = self.sums_s(num_tokens)
-        whole_s = max(self.compute_s(num_tokens) + sums_s, self.rates.launch_s)
+        rates, sums_s = self.rates, self.sums_s(num_tokens)
+        has_dp = self.layer.has_dp_attention
+        launch_s, launch_two_s = rates.dp_launches_s if has_dp else rates.launches_s
+        whole_s = max(self.compute_s(num_tokens) + sums_s, launch_s)
         computed_s = self.compute_s(num_first) + self.compute_s(num_second)
-        return 1 - max(computed_s, sums_s, self.rates.launch_two_s) / whole_s
+        return 1 - max(computed_s, sums_s, launch_two_s) / whole_s
 
 
 def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCosts:
@@ -131,6 +139,7 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
             for held, used in held_and_used
         ),
         sum_bytes_per_token=_sent_rows(spec, num_ranks, num_mixtures) * hidden * element_bytes,
+        has_dp_attention=spec.has_dp_attention,
     )
 
 

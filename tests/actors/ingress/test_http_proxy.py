@@ -1,14 +1,31 @@
 """What takes HTTP connections, by package, platform and wish; without Ray."""
 
+import atexit
+import shutil
+import socket
+import stat
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray._private import worker as ray_worker
 
 from actors.ingress import http_proxy
-from actors.ingress.http_proxy import Host, choose, haproxy_environment, this_host
+from actors.ingress.closed_haproxy import BUNDLED
+from actors.ingress.http_proxy import (
+    OWN_PORTS,
+    Host,
+    choose,
+    haproxy_environment,
+    set_http_proxy,
+    this_host,
+)
 from configs.process_environment import HA_PROXY, asked_ha_proxy
 from configs.schema import HttpProxy
 from engine.errors import ConfigError
@@ -70,6 +87,27 @@ def test_two_applications_share_no_port_and_no_file(tmp_path: Path) -> None:
         assert one[f"RAY_SERVE_{name}"] != other[f"RAY_SERVE_{name}"]
 
 
+def test_a_port_of_haproxys_is_free_and_none_that_a_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """HAProxy listens long after they are chosen: one of the kernel's own may be taken by then."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = [next(port for port in OWN_PORTS[n * 1000 :] if _listens(port)) for n in range(3)]
+        candidates = (taken.getsockname()[1], *free)
+        monkeypatch.setattr(http_proxy, "OWN_PORTS", candidates)
+        environment = haproxy_environment(Path("x"), Path("y"))
+    names = ("HAPROXY_STATS_PORT", "HAPROXY_METRICS_PORT", "FALLBACK_PROXY_HTTP_PORT")
+    assert {int(environment[f"RAY_SERVE_{name}"]) for name in names} == set(free)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_this_host_is_described() -> None:
     assert this_host().platform == sys.platform
 
@@ -91,3 +129,55 @@ def test_ray_runs_already_where_its_own_rules_say_so(
     if named is not None:
         monkeypatch.setenv("RAY_ADDRESS", named)
     assert this_host().cluster == joined
+
+
+def test_haproxys_folder_is_made_once_ray_handles_signals_and_before_serve_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal before that ends the process at once, and would leave the folder."""
+    hooks: list[Callable[[], None]] = [lambda: pytest.fail("Serve was started before")]
+    removals: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", hooks)
+    monkeypatch.setattr(http_proxy, "this_host", lambda: ABLE)
+    monkeypatch.setattr(http_proxy, "set_defaults", lambda variables: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(http_proxy, "MAX_FOLDER_CHARS", sys.maxsize)
+    monkeypatch.setattr(atexit, "register", lambda *call, **_: removals.append(call))
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    set_http_proxy("auto")
+    assert list(tmp_path.iterdir()) == []
+    hooks[0]()
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith(http_proxy.FOLDER)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert removals == [(shutil.rmtree, folder)]
+    with pytest.raises(FileExistsError):
+        hooks[0]()
+
+
+@pytest.mark.parametrize(
+    ("temporary", "parent"),
+    [("/tmp", "/tmp"), ("/var/tmp", "/var/tmp"), (f"/scratch/{'x' * 40}", "/tmp")],
+)
+def test_sockets_of_haproxy_fit_wherever_temporary_files_are(
+    temporary: str, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HAProxy itself judges, with the paths that Serve gives it on a node."""
+    variables: dict[str, str] = {}
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", [])
+    monkeypatch.setattr(http_proxy, "this_host", lambda: ABLE)
+    monkeypatch.setattr(http_proxy, "set_defaults", variables.update)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    set_http_proxy("auto")
+    for name in ("SOCKET_PATH", "METRICS_SOCKET_PATH"):
+        path = Path(variables[f"RAY_SERVE_HAPROXY_{name}"])
+        assert str(path.parent.parent) == parent
+        on_node = path.parent / ("n" * 56) / path.name
+        config = f"global\n    stats socket {on_node} mode 600 level admin\n"
+        judged = subprocess.run(
+            [BUNDLED, "-c", "-f", "/dev/stdin"], input=config, text=True, capture_output=True
+        )
+        assert judged.returncode == 0, judged.stderr

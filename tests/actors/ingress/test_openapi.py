@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from actors.anthropic.bodies import CountBody, MessagesBody
 from actors.ingress.docs_page import docs_page
-from actors.ingress.openapi import GETS, POSTS, build_openapi
+from actors.ingress.openapi import GETS, POSTS, UNSUPPORTED_FIELD, build_openapi
 from actors.openai.request_bodies import (
     ChatBatchBody,
     ChatBody,
@@ -100,7 +100,9 @@ def test_fields_that_are_refused_are_told_with_the_values_that_are_not() -> None
     """A client that reads the document must not think that a server takes what it refuses."""
     for kind in (ChatBody, ChatBatchBody, CompletionBody, ResponsesBody):
         fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
-        told = {name for name, field in fields.items() if field.get("description")}
+        told = {
+            name for name, field in fields.items() if field.get("description") == UNSUPPORTED_FIELD
+        }
         assert told == set(unsupported_fields(kind))
         assert told, kind
         for name in told:
@@ -131,3 +133,24 @@ def test_the_page_shows_refused_fields_last() -> None:
         "<code>use_beam_search</code></td><td>not supported: refused unless null or false</td>"
     )
     assert "any JSON" not in table.replace("json_schema</code></td><td>any JSON", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "note"),
+    [
+        ("ChatBody", "user", "string. No effect."),
+        ("ChatBody", "metadata", "object. No effect."),
+        ("ChatBody", "store", "boolean. No effect."),
+        ("CompletionBody", "length_penalty", "number. No effect."),
+        ("EmbeddingBody", "user", "string. No effect."),
+        ("ResponsesBody", "metadata", "object. No effect: the answer repeats it."),
+        ("ResponsesBody", "store", "boolean"),  # this endpoint keeps what it has answered
+        ("ChatBody", "seed", "integer"),
+    ],
+)
+def test_the_page_tells_fields_without_effect_from_those_with_one(
+    kind: str, name: str, note: str
+) -> None:
+    page = docs_page()
+    table = page[page.index(f'<h4 id="{kind}">') :]
+    assert f"<code>{name}</code></td><td>{note}</td>" in table[: table.index("</table>")]

@@ -90,6 +90,7 @@ class TestOverlap:
             world.check_arrived(second)
             num_sent = world.sender.statistics().num_bytes - num_before
             assert num_sent == 3 * LAYOUT.block_bytes
+            assert world.sender.statistics().num_found_blocks == 4
 
         simulate(scenario)
 

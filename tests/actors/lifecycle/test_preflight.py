@@ -78,6 +78,12 @@ def test_an_address_that_nothing_could_listen_on_is_refused(sharded: Path, addre
         check(sharded, handoff__address=address)
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", "::0"])
+def test_an_address_that_nobody_could_call_is_refused(sharded: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^handoff\.address: .* all addresses of a machine"):
+        check(sharded, handoff__address=address)
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_an_address_of_this_machine_passes(sharded: Path, address: str) -> None:
     check(sharded, handoff__address=address)

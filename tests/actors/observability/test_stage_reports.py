@@ -78,7 +78,9 @@ def test_totals_are_told_once_a_second_to_every_client() -> None:
     async def main() -> None:
         clock = ManualClock(50.0)
         made = streams(clock)
-        totals = HandoffTotals(num_done=1, num_bytes=random.randrange(10**12), num_failures=0)
+        totals = HandoffTotals(
+            num_done=1, num_bytes=random.randrange(10**12), num_found_blocks=5, num_failures=0
+        )
         made.report_handoffs(lambda: totals)
         readers = [made.read(name) for name in ("x", "y")]
         for reader in readers:
@@ -125,7 +127,7 @@ def test_the_times_of_an_answer_have_a_handoff_when_its_kv_moved() -> None:
 def test_totals_of_workers_are_exported_as_they_are() -> None:
     metrics = IngressMetrics("m", RecentTtft(ManualClock()))
     load = msgspec.structs.replace(IDLE, num_preemptions=7)
-    totals = HandoffTotals(num_done=3, num_bytes=4096, num_failures=2)
+    totals = HandoffTotals(num_done=3, num_bytes=4096, num_found_blocks=6, num_failures=2)
     links = [
         WorkerLink(name="p", role="prefill", load=load, handoffs=totals),
         WorkerLink(name="d", role="decode", load=IDLE),
@@ -136,6 +138,7 @@ def test_totals_of_workers_are_exported_as_they_are() -> None:
     assert f"vllm:num_preemptions_total{{{labels}}} 7.0" in lines
     assert f"laps_handoffs_total{{{labels}}} 3.0" in lines
     assert f"laps_handoff_bytes_total{{{labels}}} 4096.0" in lines
+    assert f"laps_handoff_found_blocks_total{{{labels}}} 6.0" in lines
     assert f"laps_handoff_failures_total{{{labels}}} 2.0" in lines
     assert sum(line.startswith("laps_handoff_bytes_total") for line in lines) == 1
 

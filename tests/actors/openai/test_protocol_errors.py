@@ -311,6 +311,21 @@ def test_a_body_that_is_no_json_is_refused(endpoint: str, body: bytes) -> None:
     assert error.message.startswith("We could not parse the JSON body of your request")
 
 
+@pytest.mark.parametrize(
+    "text", ["\\ud800", "ab\\uD83D", "\\ud83d is cut", "\\ude00", "\\ud83d\\u0041"]
+)
+@pytest.mark.parametrize("field", ["user", "early_stopping"])  # the second is read later
+def test_half_of_a_surrogate_pair_is_said_to_be_one(field: str, text: str) -> None:
+    error = refusal("completion", b'{"prompt": "a", "%s": "%s"}' % (field.encode(), text.encode()))
+    assert error.status == 400
+    assert "half of a surrogate pair" in error.message
+    assert "both halves, or send it as UTF-8" in error.message
+
+
+def test_a_body_that_is_cut_short_is_not_said_to_have_half_a_pair() -> None:
+    assert "truncated" in refusal("completion", b'{"prompt": "\\u00e4').message
+
+
 @pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"text"'])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     error = refusal("chat", body)

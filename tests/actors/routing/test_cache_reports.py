@@ -11,6 +11,7 @@ from actors.routing.cache_report_reader import CacheReportReader
 from actors.routing.worker_links import WorkerLink, WorkerLinks
 from actors.rpc.handles import WorkerHandle
 from actors.worker.cache_reports import CacheReports
+from engine.cost_model import PRIOR
 from engine.errors import WorkerError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
@@ -83,17 +84,21 @@ class _Handle:
         blocks = self._reports.since(self.cache, after)
         if self._fails(self.num_asked):
             raise WorkerError("the answer is lost")
-        return CacheReport(blocks=blocks)
+        return CacheReport(blocks=blocks, costs=PRIOR)
 
 
 class _Links:
-    def __init__(self, handle: _Handle) -> None:
+    def __init__(self, handle: _Handle, num_decoders: int = 1) -> None:
+        self._num_decoders = num_decoders
         self.link = WorkerLink(name="p", role="prefill", handle=cast("WorkerHandle", handle))
         self.link.load, self.link.incarnation = LOAD, "one"
 
     def links(self) -> list[WorkerLink]:
-        decode = WorkerLink(name="d", role="decode", handle=self.link.handle, load=LOAD)
-        return [self.link, decode]
+        decoders = [
+            WorkerLink(name=f"d{i}", role="decode", handle=self.link.handle, load=LOAD)
+            for i in range(self._num_decoders)
+        ]
+        return [self.link, *decoders]
 
 
 def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> None:
@@ -118,7 +123,33 @@ def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> Non
                     applied.clear()
                     await applied.wait()
         reader.check()
-        assert hits.num_blocks() == {"p": 6}, "decode workers are not asked"
+        assert hits.num_blocks() == {"p": 6}, "a decode worker alone is not asked"
+        await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_several_decode_workers_are_asked_for_their_blocks_alone() -> None:
+    async def scenario() -> None:
+        handle = _Handle(fails=lambda _: False)
+        _index(handle.cache, CHAIN[:3])
+        learned: dict[str, CacheReport] = {}
+        have_answered = asyncio.Event()
+
+        def learn(worker: str, cache_report: CacheReport) -> None:
+            learned.setdefault(worker, cache_report)
+            if len(learned) == 3:
+                have_answered.set()
+
+        links = cast("WorkerLinks", _Links(handle, num_decoders=2))
+        reader = CacheReportReader(
+            links, lambda _: None, lambda _: {}, learn, period_s=0.001, idle_period_s=0.002
+        )
+        async with asyncio.timeout(20):
+            await have_answered.wait()
+        assert learned.keys() == {"p", "d0", "d1"}
+        assert all(report.blocks is not None for report in learned.values())
+        assert [learned[name].costs for name in ("p", "d0", "d1")] == [PRIOR, None, None]
         await reader.close()
 
     asyncio.run(scenario())

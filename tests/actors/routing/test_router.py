@@ -336,15 +336,29 @@ def test_kv_stays_on_its_machine_while_the_decode_worker_there_has_room() -> Non
     world = _World({"workers.unified": 0, "workers.prefill": 2, "workers.decode": 2}, roles)
     hosts = {"prefill-0": "a", "decode-1": "a", "prefill-1": "b", "decode-0": "b"}
     world.router.note_workers({n: _ready(n, 50.0, host) for n, host in hosts.items()})
-    placed = [world.route(100) for _ in range(4)]
+    placed = [world.route(900) for _ in range(4)]
     assert [(p.prefill_worker, p.decode_worker) for p in placed] == 2 * [
         ("prefill-0", "decode-1"),
         ("prefill-1", "decode-0"),
     ]
     world.links.report("decode-1", num_free_blocks=2)
     world.links.report("prefill-1", queued_tokens=9000)
-    crowded = world.route(100)
+    crowded = world.route(900)
     assert (crowded.prefill_worker, crowded.decode_worker) == ("prefill-0", "decode-0")
+
+
+def test_a_conversation_goes_back_to_the_decode_worker_that_has_its_kv() -> None:
+    roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    world = _World({"workers.unified": 0, "workers.prefill": 1, "workers.decode": 2}, roles)
+    assert world.route(700, CHAIN[:43]).decode_worker == "decode-0"
+    world.router.learn("decode-1", _blocks(0, CHAIN[:40]))
+    assert world.route(700, CHAIN[:43]).decode_worker == "decode-1"
+    assert world.route(700, CHAIN[50:93]).decode_worker == "decode-0", "it knows nothing of this"
+    world.links.report("decode-1", num_running=9)
+    assert world.route(700, CHAIN[:43]).decode_worker == "decode-0"
+    world.router.forget("decode-1")
+    world.links.report("decode-1")
+    assert world.route(700, CHAIN[:43]).decode_worker == "decode-1", "two run on the other"
 
 
 def _ready(name: str, max_step_ms: float, host: str = "") -> WorkerStatus:

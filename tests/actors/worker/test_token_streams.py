@@ -349,7 +349,7 @@ def test_readers_are_found_by_prefix() -> None:
 
 def test_totals_go_to_every_client_once_a_second() -> None:
     experts = ExpertTotals(layers=(0,), counts=((3, 1),), expert_imbalance=(1.5,))
-    handoffs = HandoffTotals(num_done=1, num_bytes=2, num_failures=0)
+    handoffs = HandoffTotals(num_done=1, num_bytes=2, num_found_blocks=0, num_failures=0)
 
     async def scenario() -> None:
         wire = Wire(load_report_every_s=0.001)

@@ -133,27 +133,51 @@ def test_kv_stays_on_its_machine_unless_others_are_less_busy(
     prefill = _worker("p0", "prefill", host="a")
     near = _worker("near", "decode", host="a", num_running=near_running)
     far = _worker("far", "decode", host="b", num_running=far_running)
-    assert _where(prefill, near, far) == ("p0", chosen)
+    assert _where(prefill, near, far, num_tokens=900) == ("p0", chosen)
+
+
+def test_kv_that_moves_within_a_ms_goes_to_the_least_busy() -> None:
+    prefill = _worker("p0", "prefill", host="a")
+    near = _worker("near", "decode", host="a", num_running=1)
+    far = _worker("far", "decode", host="b")
+    assert _where(prefill, near, far, num_tokens=83) == ("p0", "far")
+    assert _where(prefill, near, far, num_tokens=84) == ("p0", "near")
 
 
 def test_a_near_decode_worker_without_room_does_not_make_a_prompt_wait() -> None:
     prefill = _worker("p0", "prefill", host="a")
-    full = _worker("near", "decode", host="a", num_free_blocks=6)
-    far = _worker("far", "decode", host="b", num_running=9)
-    assert _where(prefill, full, far, num_tokens=95) == ("p0", "near")
-    assert _where(prefill, full, far, num_tokens=96) == ("p0", "far")
-    tight = replace(far, num_free_blocks=6)
-    assert _where(prefill, replace(full, num_running=9), tight, num_tokens=96) == ("p0", "near")
+    full = _worker("near", "decode", host="a", num_free_blocks=60)
+    far = _worker("far", "decode", host="b", num_running=2)
+    assert _where(prefill, full, far, num_tokens=959) == ("p0", "near")
+    assert _where(prefill, full, far, num_tokens=960) == ("p0", "far")
+    tight = replace(far, num_free_blocks=60)
+    assert _where(prefill, replace(full, num_running=4), tight, num_tokens=960) == ("p0", "near")
 
 
 def test_of_several_near_decode_workers_the_least_busy_gets_a_prompt() -> None:
     prefill = _worker("p0", "prefill", host="a")
     decoders = [_worker(f"d{n}", "decode", host="a", num_running=n) for n in (2, 1)]
     far = _worker("d0", "decode", host="b")
-    assert _where(prefill, *decoders, far) == ("p0", "d1")
+    assert _where(prefill, *decoders, far, num_tokens=900) == ("p0", "d1")
     # Where nobody has said where it is, the least busy of all.
     unknown = [replace(worker, host="") for worker in (prefill, *decoders, far)]
-    assert _where(*unknown) == ("p0", "d0")
+    assert _where(*unknown, num_tokens=900) == ("p0", "d0")
+
+
+def test_a_conversation_goes_back_to_the_decode_worker_that_has_its_kv() -> None:
+    prefill = _worker("p0", "prefill", host="a")
+    had = _worker("d1", "decode", num_running=2, hit_tokens=800)
+    others = [_worker(f"d{n}", "decode") for n in (0, 2)]
+    assert _where(prefill, had, *others, num_tokens=900) == ("p0", "d1")
+    busier = replace(had, num_running=3)
+    assert _where(prefill, busier, *others, num_tokens=900) == ("p0", "d0")
+    # A hit that saves less than a ms decides among those that are as busy, before free blocks do.
+    little = replace(had, hit_tokens=64, num_free_blocks=60)
+    assert _where(prefill, little, *others, num_tokens=900) == ("p0", "d0")
+    assert _where(prefill, replace(little, num_running=0), *others, num_tokens=900) == ("p0", "d1")
+    # 900 tokens between two GPUs take less than 100 over the network.
+    near = _worker("d3", "decode", host="a")
+    assert _where(prefill, replace(had, host="b"), near, num_tokens=900) == ("p0", "d3")
 
 
 def test_workers_that_just_failed_are_avoided_while_there_are_others() -> None:

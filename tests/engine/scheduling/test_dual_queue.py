@@ -63,6 +63,15 @@ def test_before_the_model_is_fitted_the_threshold_counts_uncached_tokens() -> No
     assert classes == ["short", "long", "short"]
 
 
+def test_a_prompt_that_is_cached_whole_computes_its_newest_token() -> None:
+    world = make_world()
+    world.cached["whole"] = 300
+    world.add("whole", 300)
+    statistics = world.queue.statistics("short")
+    assert statistics.num_waiting == 1
+    assert statistics.work == StepWork.of_prompts([(1, 299)])
+
+
 def test_a_fitted_model_charges_for_the_cached_history() -> None:
     world = make_world(model=CostModel(FITTED), cached={"turn": 20_000, "small turn": 20_000})
     requests = [world.add("at", 256), world.add("turn", 20_250), world.add("small turn", 20_020)]

@@ -127,6 +127,17 @@ def test_preemption_takes_exactly_as_many_of_the_newest_as_blocks_require() -> N
     replica.check_idle()
 
 
+def test_a_row_takes_a_block_when_its_last_one_is_full_and_no_sooner() -> None:
+    replica = Replica(num_blocks=12, max_rows=4, max_num_batched_tokens=64, max_model_len=48)
+    request = replica.add("r", prompt_of(6), params=params_of(5))
+    held = {}
+    while request.num_output_tokens < 5:
+        held[request.num_known_tokens] = len(request.block_ids)
+        replica.step()
+    # A token is computed in the step after the one that sampled it.
+    assert held == {6: 0, 7: 2, 8: 2, 9: 2, 10: 3}
+
+
 def test_blocks_that_a_preemption_frees_may_be_just_enough() -> None:
     # Two rows need a block each, one is free: preempting the newest must not take the oldest too.
     replica = Replica(num_blocks=5, max_rows=2, max_num_batched_tokens=32, max_model_len=20)

@@ -138,6 +138,15 @@ def test_half_of_the_judged_drafts_is_enough_to_stay() -> None:
     assert most(controller, "a", 0.0) == 4
 
 
+def test_more_than_four_of_five_deepen_it() -> None:
+    controller = SpeculationController()
+    attempts(controller, 8, accepted=3)
+    attempts(controller, 2, accepted=4)  # 32 of 40 judged
+    assert most(controller, "a", 0.0) == 4
+    attempts(controller, 1, accepted=4)  # 33 of 40 in the last ten
+    assert most(controller, "a", 0.0) == 5
+
+
 def test_good_attempts_deepen_it_to_eight_and_worse_ones_bring_it_back_to_four() -> None:
     controller = SpeculationController()
     attempts(controller, 10, accepted=8)

@@ -527,7 +527,7 @@ def test_flash_attention_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_rows", [60, 256])
+@pytest.mark.parametrize("num_rows", [70, 256])
 def test_parts_of_many_rows_are_joined_on_a_gpu(num_rows: int, dtype: torch.dtype) -> None:
     rows = [(137 * row % 3000, 1) for row in range(num_rows)]
     _check_joined(rows, V2_LITE, "cuda", dtype)

@@ -97,15 +97,14 @@ def test_every_kernel_of_a_step_is_timed_and_checked() -> None:
     run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures")
 
 
-def test_experts_that_are_cut_are_timed_by_the_tiles_of_whole_ones_too() -> None:
-    whole = SHAPES["qwen3-30b-a3b"]
-    own, name = "the engine's tiles", "tiles of the whole experts"
-    assert plans_to_time(PLAN, whole, "NVIDIA H200", 2) == {
-        own: PLAN,
-        name: tiles.TUNED["NVIDIA H200"][whole],
+def test_tiles_of_other_shapes_are_timed_where_the_gpu_has_them() -> None:
+    others = ["qwen3-30b-a3b", "mixtral-8x7b"]
+    plans = plans_to_time(PLAN, others, "NVIDIA H200")
+    assert plans == {
+        "the engine's tiles": PLAN,
+        "tiles of qwen3-30b-a3b": tiles.TUNED["NVIDIA H200"][SHAPES["qwen3-30b-a3b"]],
     }
-    assert list(plans_to_time(PLAN, whole, "NVIDIA H200", 1)) == [own]
-    assert list(plans_to_time(PLAN, SHAPES["mixtral-8x7b"], "NVIDIA H200", 2)) == [own]
+    assert list(plans_to_time(PLAN, others, "NVIDIA L4")) == ["the engine's tiles"]
 
 
 def test_a_case_that_fails_is_a_line() -> None:

@@ -80,7 +80,11 @@ def test_a_request_that_waited_for_its_turn_took_that_long_too(ours: EngineInPro
 
 def test_the_table_has_a_row_for_each_rate_and_the_highest_good_one(ours: EngineInProcess) -> None:
     switches = ["--rates", "2000,4000", "--seconds", "0.01", "--items", "2", "--tokens", "5"]
-    header, first, second, last = measure(ours, build_parser().parse_args(switches))
+    said: list[str] = []
+    header, first, second, last = measure(ours, build_parser().parse_args(switches), said.append)
+    assert [line.partition(":")[0] for line in said] == [
+        f"{rate} items/s, {way}" for rate in (2000, 4000) for way in WAYS
+    ]
     assert header[:3] == ["items/s", "score p50 ms", "score p99 ms"]
     assert (first[0], second[0]) == ("2000", "4000")
     assert {len(row) for row in (header, first, second, last)} == {7}

@@ -173,6 +173,7 @@ def test_a_gpu_serves_the_load_under_every_form_of_graphs(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the other bench shows by day that two ranks are one engine
 def test_two_ranks_serve_as_one_engine(tmp_path: Path) -> None:
     switches = [*TINY, "--rates", "20", "--seeds", "7", "--tensor-parallel", "2"]
     results = run(build_parser().parse_args(switches), tmp_path)

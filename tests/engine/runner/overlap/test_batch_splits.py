@@ -108,6 +108,13 @@ def test_a_lower_threshold_cuts_fewer_rows() -> None:
     assert split_prompts(row_tokens, 0.40) == BatchSplit(row=1, token=45)
 
 
+def test_by_itself_a_share_below_the_published_0_48_is_too_uneven() -> None:
+    assert split_prompts([48, 52]) == BatchSplit(row=1, token=48)
+    assert split_prompts([52, 48]) == BatchSplit(row=1, token=52)
+    assert split_prompts([47, 53]) == BatchSplit(row=1, row_tokens=3, token=50)
+    assert split_prompts([53, 47]) == BatchSplit(row=0, row_tokens=50, token=50)
+
+
 def test_every_token_is_in_exactly_one_half() -> None:
     draw = random.Random(7)
     num_cut = 0

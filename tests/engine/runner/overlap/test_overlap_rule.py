@@ -35,8 +35,21 @@ MIXTURE = LayerCosts(
     ),
     sum_bytes_per_token=2 * 2 * HIDDEN * 2 / 2,
 )
+# DeepSeek-V2-Lite with DP attention on two ranks: 32 experts of 1,408 on each, 6 a token, of both
+# ranks' tokens; two shared ones, and latent attention of 16 heads.
+OTHERS = 2048 * (16 * 192 + 576 + 16 * 128 + 3 * 2 * 1408) + 512 * 16 * 256
+DP_MIXTURE = LayerCosts(
+    parts=(
+        PartCosts(weight_bytes=2 * OTHERS, flops_per_token=2 * OTHERS),
+        PartCosts(
+            weight_bytes=2 * 3 * 2048 * 32 * 1408, flops_per_token=2 * 3 * 2048 * 2 * 3 * 1408
+        ),
+    ),
+    sum_bytes_per_token=2 * 2048 * 2,
+    has_dp_attention=True,
+)
 MEASURED = OverlapCosts(layer=MIXTURE, rates=H200)
-DEVICE_ALONE = replace(H200, launch_s=0.0, launch_two_s=0.0)
+DEVICE_ALONE = replace(H200, launches_s=(0.0, 0.0), dp_launches_s=(0.0, 0.0))
 COSTS = OverlapCosts(layer=MIXTURE, rates=DEVICE_ALONE)
 GPU = DeviceProperties(
     name="NVIDIA H200", capability=(9, 0), memory_bytes=1, num_sms=132,
@@ -89,6 +102,16 @@ def test_steps_that_wait_for_their_launches_lose_as_measured() -> None:
     assert rule.pays(32768, 32768, is_decode=False)
 
 
+def test_steps_with_dp_attention_take_longer_to_launch() -> None:
+    """Of DeepSeek-V2-Lite over two H200s, 8,192 and 16,384 tokens on each rank: 0.50 and 0.72."""
+    costs = OverlapCosts(layer=DP_MIXTURE, rates=H200)
+    rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=None, costs=costs)
+    assert 1 / (1 - costs.gain(4096, 4096)) == pytest.approx(0.499, rel=0.15)
+    assert not rule.pays(8192, 8192, is_decode=False)
+    own = replace(costs, rates=replace(H200, dp_launches_s=H200.launches_s))
+    assert replace(rule, costs=own).pays(8192, 8192, is_decode=False)  # as it was predicted before
+
+
 def test_single_tokens_are_split_only_if_asked_for() -> None:
     assert not _rule().pays(50_000, 50_000, is_decode=True)
     asked = OverlapRule(min_prompt_tokens=None, min_decode_rows=16)
@@ -133,6 +156,7 @@ def test_costs_of_a_layer_are_those_of_its_weights(architecture: str, tmp_path: 
         mixed = sum(model.get_parameter(n).numel() for n in names if ".experts." in n)
         assert _weight_bytes(own) * 2 == _weight_bytes(costs) * 2 - 4 * mixed / 2
         assert own.sum_bytes_per_token == 2 * 64 * 4 / 2
+        assert own.has_dp_attention
 
 
 def test_a_device_without_rates_needs_a_number() -> None:

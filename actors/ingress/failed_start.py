@@ -1,0 +1,40 @@
+"""Ends `serve run` with exit status 1 if the application cannot be started.
+
+Serve's own `serve run` prints the error, shuts Serve down and exits with 0, as after Ctrl-C. A
+script, a container and systemd's `Restart=on-failure` look at nothing but the status.
+"""
+
+import threading
+import traceback
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+
+def fail_where_start_fails() -> None:
+    """Lets the next `serve.run` of this process end it with 1 where it raises; in the main thread.
+
+    Later ones are those of `serve run --reload`, which goes on after an error.
+    """
+    if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
+        return
+    run = serve.run
+
+    def run_or_exit(
+        target: Application,
+        *,
+        blocking: bool,
+        name: str,
+        route_prefix: str | None,
+    ) -> DeploymentHandle:
+        serve.run = run
+        try:
+            return run(target, blocking=blocking, name=name, route_prefix=route_prefix)
+        except Exception:  # noqa: BLE001 - `serve run` ends with any of them, too
+            traceback.print_exc()
+            serve.shutdown()
+            raise SystemExit(1) from None
+
+    serve.run = run_or_exit

@@ -1,0 +1,77 @@
+"""What a script sees of `serve run` whose application cannot be started."""
+
+from typing import Any
+
+import pytest
+import ray
+from click.testing import CliRunner
+from ray import serve
+from ray.serve import scripts
+
+from actors.ingress.failed_start import fail_where_start_fails
+
+APPLICATION = serve.deployment(lambda: None, name="nothing").bind()
+ERROR = RuntimeError("Deploying application default failed")
+
+
+class Calls:
+    """As much of Ray and Serve as `serve run` calls; counts, and raises in `run` what is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+        self.error = error
+        self.num_runs = 0
+        self.num_shutdowns = 0
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray, "init", lambda **_: None)
+        monkeypatch.setattr(scripts._private_api, "serve_start", lambda **_: None)
+        monkeypatch.setattr(serve, "run", self._run)
+        monkeypatch.setattr(serve, "shutdown", self._shutdown)
+
+    def _run(self, *args: Any, **options: Any) -> None:
+        self.num_runs += 1
+        if self.error is not None:
+            raise self.error
+
+    def _shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+def build(args: dict[str, str]) -> serve.Application:
+    """An application as `serve_app.build` is called by `serve run`."""
+    fail_where_start_fails()
+    return APPLICATION
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "num_shutdowns"), [(ERROR, 1, 1), (None, 0, 0), (KeyboardInterrupt(), 0, 1)]
+)
+def test_serve_run_ends_with_1_if_the_start_fails_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException | None,
+    status: int,
+    num_shutdowns: int,
+) -> None:
+    calls = Calls(monkeypatch, error)
+    result = CliRunner().invoke(scripts.run, [f"{__name__}:build"])
+    assert (result.exit_code, calls.num_runs) == (status, 1), result.output
+    assert calls.num_shutdowns == num_shutdowns
+
+
+def test_a_reload_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, None)
+    fail_where_start_fails()
+    options = {"blocking": False, "name": "default", "route_prefix": "/"}  # as `serve run` does
+    serve.run(APPLICATION, **options)
+    calls.error = ERROR
+    with pytest.raises(RuntimeError, match="Deploying"):
+        serve.run(APPLICATION, **options)
+
+
+def test_in_a_cluster_that_builds_the_application_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Calls(monkeypatch, ERROR)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    before = serve.run
+    fail_where_start_fails()
+    assert serve.run == before
