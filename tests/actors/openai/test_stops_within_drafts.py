@@ -19,7 +19,7 @@ from engine.text.detokenizing import DecoderRules, Detokenizer, build_token_byte
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.stop_strings import StopStrings
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
-from tests.engine.speculation.guessed_engines import Asked, guess, run, save_exact_model
+from tests.engine.speculation.guessed_engines import Asked, Kind, guess, run, save_exact_model
 from tests.harness.in_process import Answer
 from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
@@ -27,7 +27,7 @@ from tests.harness.tiny_models import VOCAB_SIZE
 SEED = seed_of(__name__)
 NUM_TOKENS = 14
 NUM_DRAFTS = 3
-KINDS = (
+KINDS: Sequence[Kind] = (
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.2, "logprobs": 0},
     {"temperature": 0.7, "logprobs": 1, "frequency_penalty": 0.5},
@@ -64,8 +64,7 @@ def asked() -> list[Asked]:
         (
             draw.choices(range(3, VOCAB_SIZE), k=draw.randint(2, 20)),
             SamplingParams(
-                **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": draw.getrandbits(60)},
-                **kind,
+                max_tokens=NUM_TOKENS, ignore_eos=True, seed=draw.getrandbits(60), **kind
             ),
         )
         for kind in KINDS
