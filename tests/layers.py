@@ -73,7 +73,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.speculation.drafter",
     ),
     "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
-    "engine.core": (*_WORDS, "engine.scheduling"),
+    "engine.step_times": ("engine.clock",),
+    "engine.core": (*_WORDS, "engine.scheduling", "engine.step_times"),
     # -- engine: drafts, the parts without tensors
     "engine.speculation.acceptance": (),
     "engine.speculation.ngram": (),

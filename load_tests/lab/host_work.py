@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import Self
 
 from actors.lifecycle.threads import share_interpreter
-from engine.core import NUM_KEPT_STEPS, EngineCore, Executor, PendingStep, StepTimesStatistics
+from engine.core import EngineCore, Executor, PendingStep
 from engine.messages import LoadReport, StepMessage, TokenRecord, decode, encode
 from engine.plan import StepPlan, StepResult
 from engine.scheduling.contracts import StepOutput
+from engine.step_times import NUM_KEPT_STEPS, StepTimesStatistics
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.tables import Figure, at_most, median_figure
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from engine.clock import ManualClock
-from engine.core import NUM_KEPT_STEPS, EngineCore, Phase, PhaseDurations, StepTimes
+from engine.core import EngineCore
 from engine.cost_model import CostModel
 from engine.kv.cache import BlockCache, check_blocks, num_held
 from engine.plan import StepPlan, StepResult
@@ -171,20 +170,6 @@ def test_durations_of_each_phase_are_kept(overlap: bool) -> None:
     assert (seen.launch.num_steps, seen.launch.mean_s, seen.launch.max_s) == (3, 2.0, 2.0)
     assert (seen.wait.num_steps, seen.wait.mean_s, seen.wait.max_s) == (3, 8.0, 8.0)
     assert (seen.plan.num_steps, seen.commit.num_steps) == (3 + int(overlap), 3)
-
-
-def test_only_the_last_steps_are_measured() -> None:
-    clock = ManualClock()
-    times = StepTimes(clock)
-    for num_seconds in range(NUM_KEPT_STEPS + 1):
-        times.begin()
-        clock.advance(NUM_KEPT_STEPS - num_seconds)
-        times.end(Phase.WAIT)
-    wait = times.statistics().wait
-    assert (wait.num_steps, wait.max_s) == (NUM_KEPT_STEPS, NUM_KEPT_STEPS - 1)
-    assert times.statistics().plan == PhaseDurations(
-        num_steps=0, mean_s=0.0, max_s=0.0, mean_cpu_s=0.0
-    )
 
 
 def test_the_conservation_law_names_every_owner_it_was_given() -> None:
