@@ -48,7 +48,7 @@ def build(args: dict[str, str]) -> Application:
         address = listen_address(args)
         if address is not None:
             listen_on(address)
-        set_http_proxy(config.edge.http_proxy)
+        folder = set_http_proxy(config.edge.http_proxy)
         set_serve_environment()
         spec = describe_deployment(config)
     except (ConfigError, ConfigFileError):
@@ -56,7 +56,9 @@ def build(args: dict[str, str]) -> Application:
         raise
     fail_where_start_fails()
     stop_gracefully_on_signals(
-        config.edge.drain_s, lambda: shared_file.remove(shared_file.name_for(spec.block_key))
+        config.edge.drain_s,
+        clean_up=lambda: shared_file.remove(shared_file.name_for(spec.block_key)),
+        folder=folder,
     )
     return bind(spec)
 

@@ -8,11 +8,17 @@ exits with 0. A second signal does not wait.
 A terminal, `make` or `kill -- -GROUP` signals a whole process group. So Ray's own processes get
 groups of their own: they have to live for as long as the stop takes.
 
+Ray and Serve wait without an end, or for half a minute, for a process of theirs that hangs. So the
+stop of a cluster that was started here has a limit of its own, within the 30 s after which
+Kubernetes kills: then this process ends, and by that the cluster.
+
 Only a process that builds the application itself and then starts Ray can handle its signals:
 `serve run serve_app:app`. With a YAML file Serve builds it in a process of the cluster.
 """
 
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import ray
@@ -36,14 +43,18 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CALL_S = 5.0  # to reach the replicas, on top of their own time
+END_S = 15.0  # of Serve and Ray, once no request is left; 6 to 11 s on a machine that is busy
 SAME_SIGNAL_S = 0.5  # `make`, signalled with its group, passes on a SIGTERM that has come already
 
 
-def stop_gracefully_on_signals(drain_s: float, clean_up: Callable[[], None]) -> None:
+def stop_gracefully_on_signals(
+    drain_s: float, clean_up: Callable[[], None], folder: Path | None
+) -> None:
     """Installs the handlers once Ray has started in this process; call it in the main thread.
 
     drain_s: how long a replica may wait for its requests. clean_up: removes what would outlive
-    workers that are killed, which is how Ray ends them; called before, never raises.
+    workers that are killed, which is how Ray ends them; called before, never raises. folder: goes
+    with this process by `atexit`, and has to where the end does not come so far.
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
@@ -52,19 +63,21 @@ def stop_gracefully_on_signals(drain_s: float, clean_up: Callable[[], None]) -> 
         ray_services.ConsolePopen = in_own_group  # type: ignore[misc, assignment] # a class there
 
     def install() -> None:
-        stop = _Stop(drain_s, clean_up)
+        stop = _Stop(drain_s, clean_up, folder)
         for number in SIGNALS:
             signal.signal(number, stop.first)
 
-    ray_worker._post_init_hooks.append(install)  # Ray installs its own handler before these
+    # Ray has installed its own, whose C++ part aborts the process, and other hooks take seconds.
+    ray_worker._post_init_hooks.insert(0, install)
 
 
 class _Stop:
     """The handlers of the first and the second signal."""
 
-    def __init__(self, drain_s: float, clean_up: Callable[[], None]) -> None:
+    def __init__(self, drain_s: float, clean_up: Callable[[], None], folder: Path | None) -> None:
         self._drain_s = drain_s
         self._clean_up = clean_up
+        self._folder = folder
         self._first_at_s = 0.0
 
     def first(self, number: int, frame: FrameType | None) -> None:
@@ -77,19 +90,39 @@ class _Stop:
             signal.Signals(number).name,
             self._drain_s,
         )
+        self._end_within(self._drain_s + LAST_WORDS_S + END_S)
         try:
             if ray.is_initialized():
                 _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
         except Exception:  # Serve is shut down in any case
             logger.exception("the requests under way could not be waited for")
+        self._end_within(END_S)
         self._clean_up()
         raise KeyboardInterrupt
 
     def second(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._first_at_s < SAME_SIGNAL_S:
             return
+        self._end_within(END_S)
         self._clean_up()
         raise KeyboardInterrupt
+
+    def _end_within(self, seconds: float) -> None:
+        """Ends this process then, if it lives and its end is that of the cluster."""
+        node = ray_worker._global_node
+        if node is None or not node.is_head():  # Serve's shutdown goes on in a cluster of others
+            return
+        timer = threading.Timer(seconds, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        """The kernel then kills the processes that Ray has started from here, and they theirs."""
+        logger.warning("Ray and Serve have not ended in time: they are killed. No request is left.")
+        self._clean_up()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
 
 
 def _stop_ingresses(timeout_s: float) -> None:

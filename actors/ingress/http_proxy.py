@@ -105,13 +105,14 @@ def choose(wish: HttpProxy, host: Host, asked: bool | None) -> tuple[bool, str]:
     return False, reason
 
 
-def set_http_proxy(wish: HttpProxy) -> None:
+def set_http_proxy(wish: HttpProxy) -> Path | None:
     """Chooses, says what was chosen, and sets the environment of the Ray that will be started.
 
-    Does nothing in a cluster that runs already: there a task builds the application.
+    Returns the folder that HAProxy's files will be in and that goes with this process; None = there
+    is none. Does nothing in a cluster that runs already: there a task builds the application.
     """
     if ray.is_initialized() or threading.current_thread() is not threading.main_thread():
-        return
+        return None
     host = this_host()
     asked = asked_ha_proxy()
     is_haproxy, reason = choose(wish, host, asked)
@@ -119,13 +120,15 @@ def set_http_proxy(wish: HttpProxy) -> None:
     if host.cluster and asked is None:
         name, reason = "what Ray's operator chose", f"it runs already ({host.cluster})"
     print(f"HTTP connections are taken by {name}: {reason}", file=sys.stderr)
-    if is_haproxy and asked is None:
-        folder = _new_folder(Path(tempfile.gettempdir()))
-        # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And
-        # before another hook starts Serve, which would make a folder that everybody may read.
-        ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
-        assert host.program is not None, "`choose` has looked"
-        set_defaults(haproxy_environment(host.program, folder))
+    if not is_haproxy or asked is not None:
+        return None
+    folder = _new_folder(Path(tempfile.gettempdir()))
+    # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And before
+    # another hook starts Serve, which would make a folder that everybody may read.
+    ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
+    assert host.program is not None, "`choose` has looked"
+    set_defaults(haproxy_environment(host.program, folder))
+    return folder
 
 
 def _new_folder(temporary: Path) -> Path:

@@ -36,7 +36,7 @@ from engine.runner import step_graph_set
 from engine.runner.calibration import TimedSteps
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import GraphSize
-from engine.runner.graphs import CudaRecorder
+from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.warm_up import DummyRow, dummy_step
 from kernels.linear.small import tile_counters
 from kernels.quant import fp8_few
@@ -141,8 +141,18 @@ def difference(tiling: Tiling, weights: Sequence[Fp8Operand], num_rows: int) -> 
 class Race:
     """Decode steps of one size, captured again for each tiling."""
 
-    def __init__(self, executor: Executor, num_rows: int, num_keys: int, num_steps: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_rows: int,
+        num_keys: int,
+        num_steps: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """recorder: None = CUDA graphs."""
         self._executor = executor
+        self._recorder = recorder or CudaRecorder()
         self._size = GraphSize(num_rows=num_rows, num_tokens=num_rows)
         row = DummyRow(num_computed_tokens=num_keys - 1, num_new_tokens=1)
         self._plan = dummy_step([row] * num_rows, executor.layout.block_size)
@@ -156,7 +166,7 @@ class Race:
             stack.enter_context(
                 patch.object(step_graph_set, "decode_sizes", lambda max_rows: [self._size])
             )
-            self._executor.capture_graphs(CudaRecorder(), _say_nothing, prompts=None)
+            self._executor.capture_graphs(self._recorder, _say_nothing, prompts=None)
         durations_s = self._steps.durations_s([self._plan] * (1 + self._num_steps))
         return 1e3 * statistics.median(durations_s[1:])
 
@@ -243,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del weights
         engine = EngineInProcess(bench_config(folder, args)).engine
         good = [CHOSEN, *(tiling for tiling in named if tiling.name not in wrong)]
-        timed = Race(engine.executor, args.rows, args.keys, args.steps)
+        timed = Race(engine.executor, num_rows=args.rows, num_keys=args.keys, num_steps=args.steps)
         print(render(race(timed, good, args.rounds), engine.spec.num_layers))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.rows} rows")
     return 1 if wrong else 0

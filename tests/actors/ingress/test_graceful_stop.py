@@ -1,9 +1,11 @@
 """Signals of `serve run`: the order of things, and that nothing keeps Serve from its shutdown."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,9 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 
 from actors.ingress import graceful_stop
-from actors.ingress.graceful_stop import SIGNALS, stop_gracefully_on_signals
+from actors.ingress.graceful_stop import END_S, SIGNALS, stop_gracefully_on_signals
+from actors.ingress.stopping import LAST_WORDS_S
+from configs.schema import EdgeConfig
 
 
 class Applications:
@@ -42,6 +46,7 @@ class Applications:
 
 
 CLEANED_UP: list[int] = []  # calls of `clean_up`
+FOLDER = Path("/folder/of/haproxy")
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]
 
 def start(monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]], serve: Any) -> None:
     """As `serve run` does: the application is built, then Ray starts."""
-    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: CLEANED_UP.append(1))
+    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: CLEANED_UP.append(1), folder=FOLDER)
     (hook,) = hooks
     monkeypatch.setattr(graceful_stop, "serve", serve)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -143,6 +148,21 @@ def test_a_signal_that_make_passes_on_at_once_is_the_first_one(
     assert serve.asked == ["one"]
 
 
+def test_signals_are_handled_before_anything_else_is_started(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    """Serve is started by such a hook, for seconds, and a signal meanwhile left files."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def start_serve() -> None:
+        assert signal.getsignal(signal.SIGTERM) != before
+
+    hooks.append(start_serve)
+    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: None, folder=None)
+    for hook in hooks:
+        hook()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray needs its own group elsewhere")
 def test_processes_of_ray_have_groups_of_their_own(
     monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
@@ -158,5 +178,61 @@ def test_where_ray_runs_already_nobody_answers_signals(
     monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: None)
+    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: None, folder=None)
     assert hooks == []
+
+
+class Ends:
+    """Stands in for the clock, and for the end of this process: an `Ended` raised."""
+
+    class Ended(BaseException):
+        pass
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_head: bool) -> None:
+        self.due: list[tuple[float, Callable[[], None]]] = []  # seconds, and what is called then
+        self.removed: list[Path] = []
+        monkeypatch.setattr(ray_worker, "_global_node", SimpleNamespace(is_head=lambda: is_head))
+        monkeypatch.setattr(graceful_stop.threading, "Timer", self._timer)
+        monkeypatch.setattr(graceful_stop.os, "_exit", self._exit)
+        monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: self.removed.append(folder))
+
+    def _timer(self, seconds: float, call: Callable[[], None]) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: self.due.append((seconds, call)))
+
+    def _exit(self, status: int) -> None:
+        assert status == 0
+        raise self.Ended
+
+
+def test_a_stop_that_hangs_ends_in_time_and_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    """Before Kubernetes kills, and whether Serve hangs when it is asked or when it shuts down."""
+    ends = Ends(monkeypatch, is_head=True)
+
+    def status() -> SimpleNamespace:
+        ((seconds, _),) = ends.due  # begun before Serve is asked anything
+        assert seconds == 1.0 + LAST_WORDS_S + END_S
+        return SimpleNamespace(applications={})
+
+    start(monkeypatch, hooks, SimpleNamespace(status=status))
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    seconds, end = ends.due[1]
+    assert seconds == END_S
+    assert EdgeConfig().drain_s + LAST_WORDS_S + END_S < 30.0
+    CLEANED_UP.clear()
+    with pytest.raises(Ends.Ended):
+        end()
+    assert CLEANED_UP
+    assert ends.removed == [FOLDER]
+
+
+def test_a_cluster_of_others_is_left_to_serves_own_shutdown(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    ends = Ends(monkeypatch, is_head=False)
+    start(monkeypatch, hooks, Applications(one=[0]))
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ends.due == []

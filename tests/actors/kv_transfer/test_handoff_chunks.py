@@ -381,7 +381,7 @@ class EarlyCommit(ComputedBlocks):
 class ForgetsWhatWasSent(ComputedBlocks):
     def retract(self) -> None:
         super().retract()
-        self._next = self._num_hit_blocks
+        self._next = self.num_hit_blocks
 
 
 def _histories(**classes: type) -> None:

@@ -1,17 +1,26 @@
 """The bench of FP8 products' tilings as far as it needs no GPU."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from engine.models.registry import build_model
 from kernels.quant import fp8_few
 from load_tests.lab.bench_few_tilings import (
     CHOSEN,
     KINDS,
     TILINGS,
+    Race,
     kind_of,
+    race,
     render,
     tiled_by,
     tiling_of,
 )
+from tests.engine.runner.graph_story import RerunRecorder, row_tensor_attention
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.tiny_models import save_model
 
 NUM_SMS = 132
 # Gate and up, down, query with key and value, output of Qwen3-8B and of Llama-3.1-8B.
@@ -65,3 +74,15 @@ def test_the_fastest_is_first_beside_the_chosen() -> None:
     lines = table.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["deep:split_k=3", "chosen"]
     assert "-2.00" in lines[2]
+
+
+def test_a_race_captures_steps_of_one_size_and_times_each_tiling_in_turn(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    model = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    driver = StepDriver(model, seed=1, phased=row_tensor_attention(model))
+    timed = Race(driver.executor, num_rows=3, num_keys=9, num_steps=2, recorder=RerunRecorder())
+    found = race(timed, [CHOSEN, tiling_of("all:held_steps=1")], 2)
+    assert all(len(rounds) == 2 and min(rounds) > 0.0 for rounds in found.values())
+    captured = driver.executor.statistics().decode_graphs
+    assert captured is not None
+    assert captured.num_graphs == 1
