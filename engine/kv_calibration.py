@@ -97,7 +97,6 @@ def _plan(prompt: Sequence[int], num_blocks: int) -> StepPlan:
         rows=[0],
         num_new_tokens=[len(prompt)],
         num_computed_tokens=[0],
-        num_logits=[1],
         num_samples=[0],
         new_block_ids=[[]],
     )

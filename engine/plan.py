@@ -40,18 +40,30 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
 
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
-    num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
-    may be launched while the previous one computes. A row that samples in the previous plan then
-    computes that token in this one, and only the device knows its id. What a row with a constraint
-    may sample depends on that id: it is computed at once, and samples when the previous plan has
-    ended (`awaited_rows`).
+    num_new_tokens[r]) of its request and samples after each of the last num_samples[r] of them.
+    A plan may be launched while the previous one computes. A row that samples in the previous plan
+    then computes that token in this one, and only the device knows its id. What a row with a
+    constraint may sample depends on that id: it is computed at once, and samples when the previous
+    plan has ended (`awaited_rows`).
 
     A row with drafts (`drafts`) knows `its tokens, then its drafts` for this step only. It samples
     after each of its last num_samples[r] positions as if the drafts before were its tokens. Which
     of these samples count is decided when they are known (engine/speculation/acceptance.py). A
     later plan names the tokens that it got. The next one cannot if it is launched before: then the
     row is planned as if all its drafts were right (`ahead`, `open_ended`), with `NEWEST` for what
-    the step in flight gives, and the device moves it to where it is.
+    the step in flight gives, and the device moves it to where it is. A row whose request knows
+    tokens 0 to 9:
+
+        drafts                         computed  new  samples
+        none                                  9    1        1   token 9
+        [7, 8]                                9    3        3   token 9, then drafts 7 and 8
+        [given(0), given(1)]                  9    3        3   likewise; the device has the drafts
+        [NEWEST, NEWEST, given(0)]           11    2        2   `ahead`: the step in flight gives
+                                                                two tokens at most, 10 and 11; this
+                                                                one computes 11, then a draft
+        [given(0), given(1)]                 10    2        1   `open_ended`, of a model that
+                                                                drafts: 10 and 11 are what the
+                                                                target's step in flight gives
     """
 
     step: int
@@ -61,9 +73,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[int]  # [R] device row
     num_new_tokens: list[int]  # [R] >= 1
     num_computed_tokens: list[int]  # [R] history already in the KV store
-    num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
     # [R] the last positions, whose logits are used to draw a token each, or which say what a
-    # prompt-only request asks (max_tokens 0). More than one only for a row with drafts.
+    # prompt-only request asks (max_tokens 0). 0 = KV only; more than 1 only for a row with drafts.
     num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each constrained row; its constraint accepts it before the row samples.
@@ -112,7 +123,6 @@ def empty_plan(step: int, of_ranks: list[StepPlan] | None = None) -> StepPlan:
         rows=[],
         num_new_tokens=[],
         num_computed_tokens=[],
-        num_logits=[],
         num_samples=[],
         new_block_ids=[],
         of_ranks=of_ranks or [],

@@ -6,6 +6,7 @@ script, a container and systemd's `Restart=on-failure` look at nothing but the s
 
 import threading
 import traceback
+from typing import Any
 
 import ray
 from ray import serve
@@ -28,13 +29,13 @@ def fail_where_start_fails() -> None:
         blocking: bool,
         name: str,
         route_prefix: str | None,
-    ) -> DeploymentHandle:
+    ) -> DeploymentHandle[Any]:
         serve.run = run
         try:
             return run(target, blocking=blocking, name=name, route_prefix=route_prefix)
         except Exception:  # noqa: BLE001 - `serve run` ends with any of them, too
             traceback.print_exc()
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
             raise SystemExit(1) from None
 
-    serve.run = run_or_exit
+    serve.run = run_or_exit  # type: ignore[assignment]  # with what `serve run` gives

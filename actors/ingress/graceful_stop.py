@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import ray
 from ray import serve
@@ -109,7 +110,7 @@ class _Stop:
 
     def _end_within(self, seconds: float) -> None:
         """Ends this process then, if it lives and its end is that of the cluster."""
-        node = ray_worker._global_node
+        node: Any = ray_worker._global_node
         if node is None or not node.is_head():  # Serve's shutdown goes on in a cluster of others
             return
         timer = threading.Timer(seconds, self._end)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actors.routing.worker_links import WorkerLink, WorkerLinks
 from engine.clock import Clock
-from engine.length_class import LengthClass, PrefillCost
+from engine.length_class import LengthClass
 from engine.messages import Assign, LoadReport, WorkerStatus
 from engine.routing.placement import (
     COUNTED_AFTER_S,
@@ -37,13 +37,9 @@ class _Placed:
 class PlacementView:
     """What placement knows of the workers now."""
 
-    def __init__(
-        self, links: WorkerLinks, clock: Clock, cost: PrefillCost = DEFAULT_RULES.cost
-    ) -> None:
-        """`cost` predicts the queue of a worker that does not report it in seconds."""
+    def __init__(self, links: WorkerLinks, clock: Clock) -> None:
         self._links = links
         self._clock = clock
-        self._cost = cost
         self._placed: dict[str, list[_Placed]] = {}  # worker -> placements not yet reported
         self._hosts: dict[str, str] = {}  # worker -> its machine
 
@@ -148,4 +144,4 @@ class PlacementView:
     def _seconds(self, queued_tokens: int, reported_s: float | None) -> float:
         if reported_s is not None:
             return reported_s
-        return self._cost.seconds(queued_tokens, 0) if queued_tokens else 0.0
+        return DEFAULT_RULES.cost.seconds(queued_tokens, 0) if queued_tokens else 0.0

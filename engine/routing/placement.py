@@ -12,6 +12,9 @@ deadline. So with fixed labels, a predicted TTFT exceeds the best of all workers
 margin, and adding a worker makes it worse by at most the margin.
 
 Without labels every worker is home. Without reports of cached blocks nothing counts as cached.
+
+The decode worker, where that is another one: with room for the prompt, hardly busier than the least
+busy one, and of those the one to which the KV moves soonest, by where it runs and what it has.
 """
 
 from collections.abc import Sequence

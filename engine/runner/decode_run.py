@@ -146,7 +146,6 @@ def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
         plan.rows == last.rows
         and plan.num_new_tokens == last.num_new_tokens
         and plan.num_samples == last.num_samples
-        and plan.num_logits == last.num_logits
     )
 
 

@@ -333,8 +333,10 @@ class Executor:
             self._newest = PendingStep(plan, computed.batch, self._slots, slot, left)
             return self._newest
 
-    def forward_logits(self, plan: StepPlan) -> Tensor:
-        """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order.
+    def forward_logits(self, plan: StepPlan, *, of_all_tokens: bool = False) -> Tensor:
+        """Run a step without sampling; returns fp32 [R, vocab], each row's last logits.
+
+        Of all tokens: fp32 [T, vocab]. Both are in plan order.
 
         With DP attention, this rank has rows in `plan`, as of `launch`; no rank replays a graph.
         """
@@ -349,7 +351,8 @@ class Executor:
             hidden = self._passes.forward(batch, self._table.flat, meeting=meeting).hidden
             ends = np.empty_like(batch.first_tokens)
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
-            num_logits = np.array(plan.num_logits, dtype=np.int64)
+            counts = plan.num_new_tokens if of_all_tokens else [1] * len(plan.rows)
+            num_logits = np.array(counts, dtype=np.int64)
             lines = torch.from_numpy(concat_ranges(ends - num_logits, num_logits))
             return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 

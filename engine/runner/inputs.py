@@ -348,11 +348,11 @@ def _check(
         f" {num_known[is_wrong].tolist()} and have blocks for {num_slots[is_wrong].tolist()}"
     )
     assert len(set(plan.rows)) == len(plan.rows), f"step {plan.step}: a row twice in {plan.rows}"
-    has_logits = plan.num_logits == plan.num_new_tokens or (
-        min(plan.num_logits) >= 0 and all(map(le, plan.num_logits, plan.num_new_tokens))
+    has_samples = plan.num_samples == plan.num_new_tokens or (
+        min(plan.num_samples) >= 0 and all(map(le, plan.num_samples, plan.num_new_tokens))
     )
-    assert has_logits, (
-        f"step {plan.step}: logits {plan.num_logits} of new tokens {plan.num_new_tokens}"
+    assert has_samples, (
+        f"step {plan.step}: samples {plan.num_samples} of new tokens {plan.num_new_tokens}"
     )
     assert not ((rows.num_samples > 0) & (num_keys < num_known)).any(), (
         f"step {plan.step}: a row of {plan.rows} samples before its last known token"

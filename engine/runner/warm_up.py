@@ -174,7 +174,6 @@ def _steps_ahead(params: SamplingParams, block_size: int) -> tuple[StepPlan, Ste
         admissions=[admission, *step.admissions[1:]],
         num_new_tokens=[2, chunk.num_tokens],
         num_computed_tokens=[known.num_computed_tokens, 0],
-        num_logits=[2, 0],
         num_samples=[2, 0],
         drafts=[(0, [0])],
     )
@@ -183,7 +182,6 @@ def _steps_ahead(params: SamplingParams, block_size: int) -> tuple[StepPlan, Ste
         rows=[0],
         num_new_tokens=[2],
         num_computed_tokens=[known.num_tokens + 1],
-        num_logits=[2],
         num_samples=[2],
         new_block_ids=[[]],
         drafts=[(0, [NEWEST, NEWEST, given(0)])],
@@ -215,7 +213,6 @@ def dummy_step(rows: Sequence[DummyRow], block_size: int) -> StepPlan:
         rows=list(range(len(rows))),
         num_new_tokens=[row.num_new_tokens for row in rows],
         num_computed_tokens=[row.num_computed_tokens for row in rows],
-        num_logits=[1] * len(rows),
         num_samples=[1] * len(rows),
         new_block_ids=[[] for _ in rows],
     )
@@ -229,7 +226,6 @@ def release_step(num_rows: int) -> StepPlan:
         rows=[],
         num_new_tokens=[],
         num_computed_tokens=[],
-        num_logits=[],
         num_samples=[],
         new_block_ids=[],
     )

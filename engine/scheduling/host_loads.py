@@ -8,9 +8,10 @@ the next ones go first meanwhile. It waits only as long as waiting cannot cost i
 
 After that it computes what has not landed, and has its first token within 1.1 times what computing
 all of it would have taken, whatever the load does; or within 1 ms more, if that is longer: threads
-hear of each other no sooner. A load is begun only if it is predicted to take
-less time than it saves, and if the request could be admitted now. A request waits for one load
-while it is queued; requests with the same prefix share it.
+hear of each other no sooner. Where running requests leave no room for it beside the load's blocks,
+it has to wait for the end of the piece that is under way, too. A load is begun only if it is
+predicted to take less time than it saves, and if the request could be admitted now. A request waits
+for one load while it is queued; requests with the same prefix share it.
 
 What a load wrote to blocks that did not pass their check is zeroed before others get them. Called
 on the engine thread. Knows no bytes, no arena and no rows.

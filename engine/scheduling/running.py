@@ -287,7 +287,6 @@ def build_plan(
     num_samples = [1] * num_decodes
     for index, its_drafts in planned.drafts.items():
         num_samples[index] += len(its_drafts)
-    num_logits = num_samples + list(map(int, reaches_end))
     return StepPlan(
         step=step,
         zero_block_ids=zero_block_ids,
@@ -298,8 +297,7 @@ def build_plan(
         num_computed_tokens=(
             decodes.num_computed_tokens + [request.num_computed_tokens for request in requests]
         ),
-        num_logits=num_logits,
-        num_samples=num_logits,
+        num_samples=num_samples + list(map(int, reaches_end)),
         new_block_ids=(
             list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
         ),

@@ -50,14 +50,11 @@ class LatentShape:
         """Numbers of a head's query and of its value."""
         return self.query_dim, self.value_dim
 
-    def absorbed(self, num_tiles: int = 1) -> AttentionShape:
-        """The same attention over latents: all heads share a key, whose beginning is the value.
-
-        num_tiles: equal parts of the heads, each with the key as its own.
-        """
+    def absorbed(self) -> AttentionShape:
+        """The same attention over latents: all heads share a key, whose beginning is the value."""
         return AttentionShape(
             num_heads=self.num_heads,
-            num_kv_heads=num_tiles,
+            num_kv_heads=1,
             head_dim=self.width,
             layer_windows=(None,) * self.num_layers,
             shared_value_dim=self.rank,

@@ -124,11 +124,10 @@ class Scorer:
             rows=[0],
             num_new_tokens=[len(token_ids)],
             num_computed_tokens=[0],
-            num_logits=[len(token_ids)],
             num_samples=[0],
             new_block_ids=[[]],
         )
-        logits = self._executor.forward_logits(plan)
+        logits = self._executor.forward_logits(plan, of_all_tokens=True)
         self._executor.launch(release_step(1)).wait()
         return F.log_softmax(logits.float(), dim=-1)
 

@@ -187,7 +187,6 @@ def test_a_row_that_is_not_finite_has_no_embedding_and_spoils_no_other(folder: P
             rows=[0, 1],
             num_new_tokens=[6, 6],
             num_computed_tokens=[0, 0],
-            num_logits=[1, 1],
             num_samples=[1, 1],
             new_block_ids=[[], []],
         )

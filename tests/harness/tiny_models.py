@@ -164,6 +164,12 @@ MAX_SAVED = 4  # models kept
 _saved: dict[bytes, "transformers.PreTrainedModel"] = {}  # oldest first
 
 
+def random_tokens(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
 def save_model(
     folder: Path,
     architecture: str = "LlamaForCausalLM",

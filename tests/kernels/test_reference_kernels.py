@@ -10,7 +10,7 @@ from kernels.kv.append import slot_lines
 from kernels.linear.packed import can_pack, pack_weight, packed_linear, padded_rows
 from kernels.ops import HeadNorms
 from kernels.reference import TorchOps, qk_norm, rms_norm, rms_norm_add, rope, silu_mul
-from tests.kernels.ops_checks import Heads, OpsChecks
+from tests.kernels.ops_checks import Heads, OpsChecks, exact_norm
 
 # One rounding of the result, a few more inside; a wrong formula is off by orders of magnitude.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -34,17 +34,12 @@ def _assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCES[dtype] * exact.abs().max(), f"off by {error}"
 
 
-def _exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x, weight = x.double(), weight.double()
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 7, 129])
 def test_rms_norm_is_its_formula(dtype: torch.dtype, size: int, generator: torch.Generator) -> None:
     x = _strided(generator, dtype, 5, size)
     weight = torch.randn(size, generator=generator).to(dtype)
-    _assert_near(rms_norm(x, weight, 0.1), _exact_norm(x, weight, 0.1), dtype)
+    _assert_near(rms_norm(x, weight, 0.1), exact_norm(x, weight, 0.1), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -57,7 +52,7 @@ def test_the_residual_is_added_before_the_norm(
     normed, added = rms_norm_add(x, residual, weight, 1e-5)
     assert torch.equal(added, x + before)
     assert torch.equal(residual, before)
-    _assert_near(normed, _exact_norm(added, weight, 1e-5), dtype)
+    _assert_near(normed, exact_norm(added, weight, 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -67,7 +62,7 @@ def test_qk_norm_takes_each_head_by_itself(dtype: torch.dtype, generator: torch.
     q_weight, k_weight = torch.randn((2, 6), generator=generator).to(dtype)
     norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=1e-6)
     weight = torch.stack((*[q_weight] * 3, *[k_weight] * 2))
-    _assert_near(qk_norm(qk, norms, 3), _exact_norm(qk, weight, 1e-6), dtype)
+    _assert_near(qk_norm(qk, norms, 3), exact_norm(qk, weight, 1e-6), dtype)
     assert torch.equal(qk, before)
 
 

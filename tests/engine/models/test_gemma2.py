@@ -16,7 +16,7 @@ from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
-from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
@@ -34,12 +34,6 @@ def _build(folder: Path) -> CausalLM:
     return build_model(folder, dtype=torch.float32, device=CPU)
 
 
-def _tokens(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
-    return ids
-
-
 @pytest.fixture
 def seed() -> int:
     return fresh_seed()
@@ -50,7 +44,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_gemma2(
     variant: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
-    token_ids = _tokens(19, seed)
+    token_ids = random_tokens(19, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     for chunk in (1, 5, 19):
@@ -63,10 +57,10 @@ def test_every_chunk_size_gives_the_reference_logits_of_gemma2(
 def test_a_cap_matters(tmp_path: Path, seed: int) -> None:
     """Else the other tests would pass without one."""
     save_model(tmp_path, NAME, seed=seed)
-    capped = reference_logits(tmp_path, _tokens(9, seed))
+    capped = reference_logits(tmp_path, random_tokens(9, seed))
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         edit_config(tmp_path, **{key: None})
-        changed = reference_logits(tmp_path, _tokens(9, seed))
+        changed = reference_logits(tmp_path, random_tokens(9, seed))
         assert (changed - capped).abs().max() > 1e-3
         capped = changed
 
@@ -85,7 +79,7 @@ def test_an_engine_answers_as_transformers_does_for_gemma2(
         model__attention__prefill=backend, model__attention__decode=backend,
     )  # fmt: skip
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    prompts = [_tokens(21, seed), _tokens(11, seed + 2)]
+    prompts = [random_tokens(21, seed), random_tokens(11, seed + 2)]
     expected = []
     for prompt in prompts:
         tokens = list(prompt)

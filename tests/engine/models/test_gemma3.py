@@ -28,8 +28,8 @@ from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import (
     FAMILIES,
-    VOCAB_SIZE,
     edit_config,
+    random_tokens,
     reference_logits,
     save_model,
 )
@@ -53,12 +53,6 @@ def _build(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     return build_model(folder, dtype=dtype, device=CPU)
 
 
-def _tokens(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
-    return ids
-
-
 @pytest.fixture
 def seed() -> int:
     return fresh_seed()
@@ -69,7 +63,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_gemma3(
     variant: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
-    token_ids = _tokens(19, seed)
+    token_ids = random_tokens(19, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     for chunk in (1, 2, 5, 18, 19):
@@ -84,15 +78,15 @@ def test_gemma3_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
 ) -> None:
     save_model(tmp_path, NAME, seed=seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = _tokens(12, seed)
-    driver.admit(0, shared + _tokens(4, seed + 1))
+    shared = random_tokens(12, seed)
+    driver.admit(0, shared + random_tokens(4, seed + 1))
     driver.logits({0: 16})
-    follower = shared + _tokens(9, seed + 2)
+    follower = shared + random_tokens(9, seed + 2)
     theirs = reference_logits(tmp_path, follower)
     driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
     assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
     driver.release(1)
-    other = _tokens(17, seed + 3)
+    other = random_tokens(17, seed + 3)
     driver.admit(2, other)
     driver.admit(1, follower, num_prompt_tokens=15)
     mixed = driver.logits({1: 20, 2: 17})
@@ -119,8 +113,8 @@ def test_an_engine_answers_as_transformers_does_for_gemma3(tmp_path: Path, seed:
         scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
     )  # fmt: skip
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    prompts = [_tokens(21, seed), _tokens(30, seed + 2)]
-    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    prompts = [random_tokens(21, seed), random_tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + random_tokens(4, seed + 3))
     expected = []
     for prompt in prompts:
         tokens = list(prompt)
@@ -174,7 +168,7 @@ def test_the_text_part_of_a_folder_with_vision_is_served(
         for name in load_file(tmp_path / "model.safetensors")
     }
     assert names == {"language_model", "vision_tower", "multi_modal_projector"}
-    token_ids = [token % 128 for token in _tokens(21, seed)]
+    token_ids = [token % 128 for token in random_tokens(21, seed)]
     with torch.inference_mode():
         theirs = model(torch.tensor([token_ids])).logits[0]
     driver = StepDriver(_build(tmp_path), seed=seed)
@@ -240,7 +234,7 @@ def test_the_published_keys_of_gemma3_are_read(tmp_path: Path) -> None:
     assert spec.local_rope == RopeSpec(theta=50.0)
     assert spec.max_model_len == 256, "the published length is the extended one"
     assert spec.has_tied_embeddings
-    token_ids = _tokens(25, 3)
+    token_ids = random_tokens(25, 3)
     driver = StepDriver(_build(tmp_path), seed=1)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits_in_chunks(0, 11), reference_logits(tmp_path, token_ids))

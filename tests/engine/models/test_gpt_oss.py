@@ -34,7 +34,7 @@ from tests.engine.runner.step_driver import StepDriver
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
-from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
 
 CPU = torch.device("cpu")
@@ -54,12 +54,6 @@ def _build(folder: Path) -> CausalLM:
     return build_model(folder, dtype=torch.float32, device=CPU)
 
 
-def _tokens(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
-    return ids
-
-
 @pytest.fixture
 def seed() -> int:
     return fresh_seed()
@@ -73,7 +67,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_gpt_oss(
     variant: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
-    token_ids = _tokens(19, seed)
+    token_ids = random_tokens(19, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     for chunk in (1, 2, 5, 18, 19):
@@ -88,15 +82,15 @@ def test_gpt_oss_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
 ) -> None:
     save_model(tmp_path, NAME, seed=seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = _tokens(12, seed)
-    driver.admit(0, shared + _tokens(4, seed + 1))
+    shared = random_tokens(12, seed)
+    driver.admit(0, shared + random_tokens(4, seed + 1))
     driver.logits({0: 16})
-    follower = shared + _tokens(9, seed + 2)
+    follower = shared + random_tokens(9, seed + 2)
     theirs = reference_logits(tmp_path, follower)
     driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
     assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
     driver.release(1)
-    other = _tokens(17, seed + 3)
+    other = random_tokens(17, seed + 3)
     driver.admit(2, other)
     driver.admit(1, follower, num_prompt_tokens=15)
     mixed = driver.logits({1: 20, 2: 17})
@@ -125,8 +119,8 @@ def test_an_engine_answers_as_transformers_does_for_gpt_oss(tmp_path: Path, seed
         scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
     )  # fmt: skip
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    prompts = [_tokens(21, seed), _tokens(30, seed + 2)]
-    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    prompts = [random_tokens(21, seed), random_tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + random_tokens(4, seed + 3))
     expected = []
     for prompt in prompts:
         tokens = list(prompt)
@@ -170,7 +164,7 @@ def test_parameters_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("default")
 def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, seed: int) -> None:
     save_gpt_oss_mxfp4(tmp_path, seed)
-    token_ids = _tokens(13, seed)
+    token_ids = random_tokens(13, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)

@@ -15,7 +15,7 @@ from tests.engine.models.closeness import (
 )
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.seeds import fresh_seed
-from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -84,12 +84,6 @@ def _build(folder: Path) -> CausalLM:
     return build_model(folder, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def _tokens(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
-    return ids
-
-
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     return fresh_seed()
@@ -101,7 +95,7 @@ def test_every_chunk_size_gives_the_reference_logits(
 ) -> None:
     architecture, settings = VARIANTS[variant]
     save_model(tmp_path, architecture, seed=seed, **settings)
-    token_ids = _tokens(19, seed)
+    token_ids = random_tokens(19, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     for chunk in range(1, len(token_ids) + 1):
@@ -121,7 +115,7 @@ def test_rows_of_one_step_do_not_disturb_each_other(
     driver = StepDriver(_build(tmp_path), seed=seed, block_size=block_size, num_blocks=400)
     lengths = [1, 2, 7, 16, 29, 48]
     for row, length in enumerate(lengths):
-        driver.admit(row, _tokens(length, seed + row))
+        driver.admit(row, random_tokens(length, seed + row))
     theirs = {row: reference_logits(tmp_path, driver.tokens[row]) for row in driver.tokens}
     ours: dict[int, list[torch.Tensor]] = {row: [] for row in driver.tokens}
     while any(driver.num_computed[r] < lengths[r] for r in driver.tokens):
@@ -142,7 +136,7 @@ def test_single_tokens_of_very_different_history_share_a_step(tmp_path: Path, se
     driver = StepDriver(_build(tmp_path), seed=seed, num_blocks=900)
     lengths = [3, 900, 5, 410, 4, 905]
     for row, length in enumerate(lengths):
-        driver.admit(row, _tokens(length, seed + row))
+        driver.admit(row, random_tokens(length, seed + row))
         driver.logits({row: length - 1})
     ours = driver.logits(dict.fromkeys(range(len(lengths)), 1))
     for row, lines in ours.items():
@@ -157,10 +151,10 @@ def test_blocks_computed_by_another_row_are_as_good_as_own(
     architecture, settings = VARIANTS[variant]
     save_model(tmp_path, architecture, seed=seed, **settings)
     driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = _tokens(12, seed)
-    driver.admit(0, shared + _tokens(4, seed + 1))
+    shared = random_tokens(12, seed)
+    driver.admit(0, shared + random_tokens(4, seed + 1))
     driver.logits({0: 16})
-    follower = shared + _tokens(9, seed + 2)
+    follower = shared + random_tokens(9, seed + 2)
     driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
     ours = driver.logits_in_chunks(1, 4)
     assert_same_logits(ours, reference_logits(tmp_path, follower)[12:])
@@ -171,11 +165,11 @@ def test_a_row_readmitted_after_preemption_continues_where_it_was(
 ) -> None:
     save_model(tmp_path, seed=seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
-    token_ids = _tokens(21, seed)
+    token_ids = random_tokens(21, seed)
     driver.admit(3, token_ids)
     driver.logits({3: 13})
     driver.release(3)
-    driver.admit(5, _tokens(17, seed + 1))  # takes over some of the freed blocks
+    driver.admit(5, random_tokens(17, seed + 1))  # takes over some of the freed blocks
     driver.admit(3, token_ids, num_prompt_tokens=15)
     ours = driver.logits({3: 20, 5: 17})
     theirs = reference_logits(tmp_path, token_ids)
@@ -211,7 +205,7 @@ def test_the_old_rope_spelling_means_the_same(
     )
     model = _build(tmp_path)
     assert model.spec == new
-    token_ids = _tokens(40, seed)
+    token_ids = random_tokens(40, seed)
     driver = StepDriver(model, seed=seed)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits({0: 40})[0], reference_logits(tmp_path, token_ids))
@@ -223,7 +217,7 @@ def test_sharded_weights_are_found_through_their_index(
 ) -> None:
     save_model(tmp_path, seed=seed, max_shard_size="40KB", tie_word_embeddings=is_tied)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    token_ids = _tokens(11, seed)
+    token_ids = random_tokens(11, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits({0: 11})[0], reference_logits(tmp_path, token_ids))
@@ -234,7 +228,7 @@ def test_weights_too_large_to_hold_twice_give_the_same_logits(
 ) -> None:
     monkeypatch.setattr("engine.layers.build_linear._MAX_TWICE_HELD_ELEMENTS", 0)
     save_model(tmp_path, "Qwen2ForCausalLM", seed=seed)
-    token_ids = _tokens(9, seed)
+    token_ids = random_tokens(9, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)
     ours = driver.logits_in_chunks(0, 1)
@@ -243,7 +237,7 @@ def test_weights_too_large_to_hold_twice_give_the_same_logits(
 
 def test_positions_near_the_end_of_the_context_keep_their_angles(tmp_path: Path, seed: int) -> None:
     save_model(tmp_path, "Qwen3ForCausalLM", seed=seed, rope_parameters=YARN)
-    token_ids = _tokens(256, seed)
+    token_ids = random_tokens(256, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits_in_chunks(0, 100), reference_logits(tmp_path, token_ids))
@@ -264,7 +258,7 @@ def test_bfloat16_is_no_further_from_fp32_than_transformers_in_bfloat16(
 
 def test_bfloat16_files_may_be_held_in_fp32(tmp_path: Path, seed: int) -> None:
     save_model(tmp_path, seed=seed, dtype=torch.bfloat16)
-    token_ids = _tokens(10, seed)
+    token_ids = random_tokens(10, seed)
     model = _build(tmp_path)
     assert model.spec.dtype == "bfloat16"
     assert model.dtype == torch.float32

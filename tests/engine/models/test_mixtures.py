@@ -32,8 +32,8 @@ from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import (
     DEEPSEEKS,
     MIXTURES,
-    VOCAB_SIZE,
     edit_config,
+    random_tokens,
     reference_logits,
     save_model,
 )
@@ -133,12 +133,6 @@ def _build(folder: Path) -> CausalLM:
     return build_model(folder, dtype=torch.float32, device=CPU)
 
 
-def _tokens(num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
-    return ids
-
-
 @pytest.fixture
 def seed() -> int:
     return fresh_seed()
@@ -153,7 +147,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_a_mixture(
 ) -> None:
     architecture, settings = VARIANTS[variant]
     save_model(tmp_path, architecture, seed=seed, **settings)
-    token_ids = _tokens(17, seed)
+    token_ids = random_tokens(17, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
     for chunk in (1, 2, 5, 16, 17):
@@ -172,7 +166,7 @@ def test_rows_of_one_step_choose_their_own_experts(variant: str, tmp_path: Path,
     driver = StepDriver(_build(tmp_path), seed=seed, num_blocks=400)
     lengths = [1, 7, 29, 40]
     for row, length in enumerate(lengths):
-        driver.admit(row, _tokens(length, seed + row))
+        driver.admit(row, random_tokens(length, seed + row))
     ours = driver.logits(dict(enumerate(lengths)))
     for row, lines in ours.items():
         theirs = reference_logits(tmp_path, driver.tokens[row])
@@ -185,15 +179,15 @@ def test_blocks_of_another_row_and_a_preemption_change_no_logits(
 ) -> None:
     save_model(tmp_path, architecture, seed=seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = _tokens(12, seed)
-    driver.admit(0, shared + _tokens(4, seed + 1))
+    shared = random_tokens(12, seed)
+    driver.admit(0, shared + random_tokens(4, seed + 1))
     driver.logits({0: 16})
-    follower = shared + _tokens(9, seed + 2)
+    follower = shared + random_tokens(9, seed + 2)
     theirs = reference_logits(tmp_path, follower)
     driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
     assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
     driver.release(1)
-    driver.admit(2, _tokens(17, seed + 3))
+    driver.admit(2, random_tokens(17, seed + 3))
     driver.admit(1, follower, num_prompt_tokens=15)
     assert_same_logits(driver.logits({1: 20, 2: 17})[1], theirs[:20])
     assert_same_logits(driver.logits({1: 1})[1], theirs[20:])
@@ -235,8 +229,8 @@ def test_an_engine_answers_as_transformers_chunked_preempted_and_from_its_cache(
         scheduler__max_num_seqs=4,
     )  # fmt: skip
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    prompts = [_tokens(21, seed), _tokens(5, seed + 1), _tokens(30, seed + 2)]
-    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    prompts = [random_tokens(21, seed), random_tokens(5, seed + 1), random_tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + random_tokens(4, seed + 3))
     answers = answer(engine, [(prompt, params) for prompt in prompts])
     assert engine.core.scheduler.statistics().num_preemptions > 0
     for prompt, found in zip(prompts, answers, strict=True):
@@ -263,7 +257,7 @@ def test_an_engine_scores_prompts_and_labels_as_transformers(
         model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
         scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
     )  # fmt: skip
-    prompts, labels = [_tokens(19, seed), _tokens(23, seed + 1)], (3, 77, 130)
+    prompts, labels = [random_tokens(19, seed), random_tokens(23, seed + 1)], (3, 77, 130)
     told, labelled = answer(
         engine,
         [
@@ -313,7 +307,7 @@ def test_both_layouts_of_experts_hold_the_same_model(
         assert torch.equal(ours.router.data, others.router.data)
         assert torch.equal(ours.gate_up.data, others.gate_up.data)
         assert torch.equal(ours.down.data, others.down.data)
-    token_ids = _tokens(9, seed)
+    token_ids = random_tokens(9, seed)
     driver = StepDriver(_build(tmp_path), seed=seed)
     driver.admit(0, token_ids)
     assert_same_logits(driver.logits({0: 9})[0], reference_logits(tmp_path, token_ids))

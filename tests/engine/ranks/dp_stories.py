@@ -279,7 +279,7 @@ def logits_of_halves(comm: Comm, folder: Path, overlaps: bool) -> list[Tensor]:
     )
     for first, second in steps:
         plans = [driver.plan(new) for driver, new in zip(drivers, (first, second), strict=True)]
-        found.append(ours.forward_logits(empty_plan(0, plans)))
+        found.append(ours.forward_logits(empty_plan(0, plans), of_all_tokens=True))
     counts = ours.statistics().two_batches
     assert counts is None or (counts.num_split_prompts, counts.num_split_decodes) == (2, 1)
     return found

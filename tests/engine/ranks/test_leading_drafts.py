@@ -66,7 +66,6 @@ def _plan(step: int) -> StepPlan:
         rows=[0],
         num_new_tokens=[1],
         num_computed_tokens=[0],
-        num_logits=[1],
         num_samples=[1],
         new_block_ids=[[]],
     )

@@ -25,7 +25,6 @@ NO_ROWS = StepPlan(
     rows=[],
     num_new_tokens=[],
     num_computed_tokens=[],
-    num_logits=[],
     num_samples=[],
     new_block_ids=[],
 )

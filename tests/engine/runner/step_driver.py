@@ -127,25 +127,13 @@ class StepDriver:
         self.random.shuffle(self.free_blocks)
         del self.tokens[row], self.blocks[row], self.num_computed[row]
 
-    def plan(
-        self,
-        num_new: dict[int, int],
-        *,
-        num_logits: dict[int, int] | None = None,
-        samples: bool = False,
-    ) -> StepPlan:
-        """`num_new`: row -> tokens to compute, in plan order; logits for all of them by default.
+    def plan(self, num_new: dict[int, int], *, samples: bool = False) -> StepPlan:
+        """`num_new`: row -> tokens to compute, in plan order.
 
-        With `samples`, rows that reach their last known token sample, and only they have logits.
+        With `samples`, rows that reach their last known token sample.
         """
         rows = list(num_new)
         reaches_end = [self.num_computed[r] + num_new[r] == len(self.tokens[r]) for r in rows]
-        if num_logits is None:
-            num_logits = (
-                {r: int(ends) for r, ends in zip(rows, reaches_end, strict=True)}
-                if samples
-                else num_new
-            )
         new_block_ids = []
         for row in rows:
             needed = -(-(self.num_computed[row] + num_new[row]) // self.block_size)
@@ -160,7 +148,6 @@ class StepDriver:
             rows=rows,
             num_new_tokens=[num_new[r] for r in rows],
             num_computed_tokens=[self.num_computed[r] for r in rows],
-            num_logits=[num_logits[r] for r in rows],
             num_samples=[int(samples and ends) for ends in reaches_end],
             new_block_ids=new_block_ids,
         )
@@ -172,7 +159,7 @@ class StepDriver:
 
     def logits(self, num_new: dict[int, int]) -> dict[int, Tensor]:
         """Run one step without sampling; row -> logits [num_new, vocab]."""
-        lines = self.executor.forward_logits(self.plan(num_new))
+        lines = self.executor.forward_logits(self.plan(num_new), of_all_tokens=True)
         return dict(zip(num_new, torch.split(lines, list(num_new.values())), strict=True))
 
     def sample(self, num_new: dict[int, int]) -> StepResult:

@@ -84,7 +84,6 @@ class World:
             rows=rows,
             num_new_tokens=[1] * len(rows),
             num_computed_tokens=[self.num_computed[row] for row in rows],
-            num_logits=[1] * len(rows),
             num_samples=[1] * len(rows),
             new_block_ids=[[] for _ in rows],
         )
@@ -205,7 +204,6 @@ def test_nothing_goes_on_where_more_than_a_token_a_row_has_changed() -> None:
         "num_computed_tokens": [1, 7],
         "num_new_tokens": [1, 2],
         "num_samples": [1, 0],
-        "num_logits": [1, 0],
     }
     for name, values in wrong.items():
         assert world.run.go_on(msgspec.structs.replace(plan, **{name: values})) is None

@@ -293,11 +293,11 @@ def test_the_sampler_may_declare_a_row_broken_too(model: CausalLM) -> None:
     [
         ({"num_new_tokens": [4]}, "know \\[3\\]"),
         ({"num_computed_tokens": [-1]}, "after \\[-1\\]"),
-        ({"num_new_tokens": [0], "num_logits": [0], "num_samples": [0]}, "compute \\[0\\]"),
+        ({"num_new_tokens": [0], "num_samples": [0]}, "compute \\[0\\]"),
         ({"new_block_ids": [[]]}, "blocks for \\[0\\]"),
         ({"new_block_ids": [[500]]}, "store of 128"),
         ({"rows": [1]}, "know \\[0\\]"),
-        ({"num_logits": [4]}, "logits \\[4\\]"),
+        ({"num_samples": [4]}, "samples \\[4\\]"),
         ({"num_new_tokens": [2]}, "samples before its last known token"),
         ({"released_rows": [5]}, "row 5 is free"),
     ],
@@ -323,7 +323,6 @@ def test_a_row_named_twice_is_refused(model: CausalLM) -> None:
         rows=[0, 0],
         num_new_tokens=[1, 1],
         num_computed_tokens=[0, 1],
-        num_logits=[0, 0],
         num_samples=[0, 0],
         new_block_ids=[plan.new_block_ids[0], []],
     )

@@ -45,7 +45,6 @@ def _result(
         rows=list(range(len(drawn))),
         num_new_tokens=[max(1, len(its)) for its in drawn],
         num_computed_tokens=[1] * len(drawn),
-        num_logits=[len(its) for its in drawn],
         num_samples=[len(its) for its in drawn],
         new_block_ids=[[] for _ in drawn],
         drafts=list(drafts.items()),

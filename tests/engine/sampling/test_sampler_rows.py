@@ -1,7 +1,5 @@
 """Rows of a batch: greedy and drawn together, invariance, resuming, bad logits, statistics."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from kernels.sampling.rows import greedy
 from tests.engine.sampling.drawn import Drawn, sample, to_host
+from tests.harness.chi_square import chi_square_limit
 
 VOCAB_SIZE = 331
 EOS = (2, 5)
@@ -268,12 +267,6 @@ def test_half_precision_logits_are_drawn_as_their_fp32_values(generator: torch.G
         for step in range(3):
             expected = sample(single, logits[step].float(), rows)
             assert sample(half, logits[step], rows) == expected
-
-
-def chi_square_limit(num_free: int) -> float:
-    """The 99.9 % point (Wilson and Hilferty)."""
-    spread = 2 / (9 * num_free)
-    return num_free * (1 - spread + 3.0902 * math.sqrt(spread)) ** 3
 
 
 def test_draws_over_rows_and_steps_follow_the_softmax() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +104,32 @@ def interpreted_cases() -> None:
             _check(rows, (4, 2), 64, block_size=16, dtype=torch.float32, device="cpu")
         _check(PROMPTS["history"], (3, 1), 64, block_size=48, dtype=torch.float16, device="cpu")
         _check_choice()
+    for dtype in (torch.float32, torch.float16):  # the interpreter cuts bfloat16 off
+        _check_copies(dtype)
+
+
+def _check_copies(dtype: torch.dtype) -> None:
+    """The kernel's copies are its torch twin's, to the bit."""
+    from kernels.attention.gathering import key_lines
+    from kernels.kv.widen import widen, widen_torch
+
+    rows, block_size = [(63, 65), (0, 7), (100, 1)], 16
+    shape = AttentionShape(num_heads=3, num_kv_heads=3, head_dim=40, layer_windows=(None, None))
+    case = stored_problem(rows, shape, block_size=block_size, dtype=dtype)
+    step = case.problem.step
+    num_keys = step.num_computed_tokens + step.num_new_tokens
+    cu_keys = torch.tensor([0, *num_keys.cumsum()], dtype=torch.int32)
+    of_keys = [np.full(num, row) for row, num in enumerate(num_keys)]
+    positions = np.concatenate([np.arange(num) for num in num_keys])
+    lines = key_lines(step, np.concatenate(of_keys), positions, block_size=block_size, num_layers=2)
+    for layer in range(2):
+        copies = widen(
+            case.store, layer, case.scales, step.device_rows, cu_keys,
+            num_keys=int(num_keys.sum()), max_keys=int(num_keys.max()), dtype=dtype,
+        )  # fmt: skip
+        expected = widen_torch(case.store, layer, case.scales, torch.from_numpy(lines), dtype)
+        for copied, twin in zip(copies, expected, strict=True):
+            assert torch.equal(copied, twin)
 
 
 def _check_choice() -> None:

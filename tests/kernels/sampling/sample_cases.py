@@ -117,9 +117,3 @@ def _kept(depths: Tensor, top_k: int, top_p: float, max_depth: float) -> tuple[T
         must &= (before < top_p - _MASS_TOLERANCE) | is_best
     is_near = depths <= max_depth
     return may & is_near, must & is_near
-
-
-def chi_square_limit(num_free: int) -> float:
-    """The 99.9 % point (Wilson and Hilferty)."""
-    spread = 2 / (9 * num_free)
-    return num_free * (1 - spread + 3.0902 * math.sqrt(spread)) ** 3

@@ -16,6 +16,7 @@ from kernels.sampling.noise import (
     unit_interval,
     unit_interval_reference,
 )
+from tests.harness.chi_square import chi_square_limit
 from tests.harness.seeds import fresh_seed
 
 Words = npt.NDArray[np.uint32]
@@ -44,12 +45,6 @@ EDGE_WORDS += [2**32 - 256, 2**32 - 129, 2**32 - 128, 2**32 - 2, 2**32 - 1]
 
 def int64(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
-
-
-def chi_square_limit(num_free: int) -> float:
-    """The 99.9 % point (Wilson and Hilferty)."""
-    spread = 2 / (9 * num_free)
-    return num_free * (1 - spread + 3.0902 * math.sqrt(spread)) ** 3
 
 
 def assert_pairs_fill_the_square_evenly(left: torch.Tensor, right: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.sampling.choices import Draws, GreedyChoice
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
 from kernels.sampling.rows import best_words, greedy, greedy_of_words
+from tests.harness.chi_square import chi_square_limit
 from tests.harness.gpus import gpu
 from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import drawn, run_interpreted
@@ -20,7 +21,6 @@ from tests.kernels.sampling.sample_cases import (
     Knobs,
     build_draws,
     check_draws,
-    chi_square_limit,
     fresh_generator,
     random_logits,
 )
