@@ -85,7 +85,7 @@ class CallServer:
         return encode(Address(host=host, port=port, secret=self._secret))
 
     def _why_not(self, error: Exception) -> str:
-        """Returns why nothing can listen, and logs it once: callers ask again, and print nothing."""
+        """Returns why nothing can listen; logs it once, as callers ask on and print nothing."""
         why = f"no port on {self._host} for calls: {error}"
         if not self._is_told:
             self._is_told = True

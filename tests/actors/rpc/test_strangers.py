@@ -104,7 +104,7 @@ def test_no_connection_is_made_where_nobody_listens_or_with_another_secret() -> 
 def test_a_server_that_may_not_listen_says_so_and_logs_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Callers ask until it can, and print nothing: without the line a start waits without a word."""
+    """Callers ask until it can, and print nothing: a start would wait without a word."""
 
     async def main() -> None:
         server = CallServer("192.0.2.1", {})  # nobody's address, by RFC 5737
