@@ -1,18 +1,20 @@
 """What a handoff costs a drafter: second token and acceptance with its features, and without.
 
     python -m load_tests.lab.draft_handoffs --head /tmp/laps-demo-eagle3
+    python -m load_tests.lab.draft_handoffs --draft-model demo_model/laps-demo-draft
 
 Held-out files begin, the shipped model goes on, greedy. Prompts move from a prefill to a decode
-engine, which drafts with an EAGLE-3 head. Three ways:
+engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. The ways:
 
-    no drafts     no head
+    no drafts     neither of both
     features      vectors of the hidden states move with the KV, as the engine does it; drafts are
                   then those of one worker without a handoff
     without       the prompt's vectors are zeroed on arrival: as if only KV moved
+    draft model   it needs ids alone, and computes its KV of the prompt on the decode side
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
-second token counts from the moment when the KV is there; so it has the head's pass over the prompt
-in it. Every way must give the same tokens.
+second token counts from the moment when the KV is there; so it has the drafter's pass over the
+prompt in it. Every way must give the same tokens.
 """
 
 import argparse
@@ -74,7 +76,7 @@ class Way:
 
 
 def build_ways(args: argparse.Namespace) -> list[Way]:
-    def pair(drafter: str) -> LocalPair:
+    def pair(drafter: str, folder: str | None = None) -> LocalPair:
         settings: dict[str, object] = {
             "model.path": args.model,
             "cache.num_blocks": 512,
@@ -82,30 +84,37 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
             "scheduler.max_num_seqs": 4,
             "speculation.drafter": drafter,
         }
-        if drafter != "none":
+        if folder is not None:
             settings |= {
-                "speculation.model_path": args.head,
+                "speculation.model_path": folder,
                 "speculation.adaptive": False,
                 "speculation.max_drafts": args.drafts,
             }
         return LocalPair(load_config(None, settings))
 
-    return [
-        Way(name="no drafts", pair=pair("none")),
-        Way(name="features", pair=pair("eagle3")),
-        Way(name="without", pair=pair("eagle3"), zeroes=True),
-    ]
+    ways = [Way(name="no drafts", pair=pair("none"))]
+    if args.head is not None:
+        ways += [
+            Way(name="features", pair=pair("eagle3", args.head)),
+            Way(name="without", pair=pair("eagle3", args.head), zeroes=True),
+        ]
+    if args.draft_model is not None:
+        ways.append(Way(name="draft model", pair=pair("draft_model", args.draft_model)))
+    return ways
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--head", required=True)
+    parser.add_argument("--head", help="folder of an EAGLE-3 head")
+    parser.add_argument("--draft-model", help="folder of a model of the same vocabulary")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--drafts", type=int, default=3)
     args = parser.parse_args()
+    if args.head is None and args.draft_model is None:
+        parser.error("nothing to compare with: name a --head, a --draft-model, or both")
     ways = build_ways(args)
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     for window in held_out_windows(args.prompts):

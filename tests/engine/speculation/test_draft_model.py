@@ -8,13 +8,17 @@ from msgspec.structs import replace
 
 from configs.errors import ConfigFileError
 from configs.load import load_config
+from configs.schema import AppConfig
 from engine.cost_model import StepCosts
+from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.messages import Role
 from engine.request import SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import FixedDrafts
+from load_tests.testbed.local_handoff import LocalPair
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Asked, assert_same, run, save_exact_model
 from tests.harness.seeds import seed_of
@@ -68,16 +72,59 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         expected, free_expected = run(plain, asked), run(plain, free)
         drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 3}
         engine = start_exact(folder, scheduler__overlap=overlap, **drafts)
-        drafter = engine.core.scheduler.drafting.drafter
-        assert isinstance(drafter, DraftModel)
-        # The same arithmetic, too: its own model rounds in places where the target's does not.
-        drafter._executor._passes.model = engine.executor.model
+        drafter = _draft_as_target(engine)
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), expected)
             assert not drafter._seats
         assert_same(run(engine, free), free_expected)
         counts = engine.core.scheduler.drafting.counts
     assert counts.num_accepted == counts.num_drafted > 50
+
+
+class _ExactPair(LocalPair):
+    """A prefill and a decode engine whose draft model is their target, in exact arithmetic."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self._folder, self._settings = folder, settings
+        super().__init__(load_config(None, {}))
+
+    def build(self, config: AppConfig, role: Role) -> Engine:
+        engine = start_exact(self._folder, role=role, notify=self._note, **self._settings)
+        if role == "decode":
+            _draft_as_target(engine)
+        return engine
+
+
+def _draft_as_target(engine: Engine) -> DraftModel:
+    """The same arithmetic, too: its own model rounds in places where the target's does not."""
+    drafter = engine.core.scheduler.drafting.drafter
+    assert isinstance(drafter, DraftModel)
+    drafter._executor._passes.model = engine.executor.model
+    return drafter
+
+
+def test_behind_a_handoff_a_draft_model_is_as_right_as_in_one_worker(
+    folder: Path, asked: list[Asked]
+) -> None:
+    """Only the target's KV comes; what the draft model had in those blocks before does not count.
+
+    One request at a time and few blocks, so that later prompts come into blocks that earlier ones
+    left, in another order.
+    """
+    free = [one for one in asked if not (one[1].needs_history or one[1].is_constrained)]
+    assert len(free) > 2
+    settings = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 3}
+    settings |= {"cache__num_blocks": 24, "model__max_model_len": 80}
+    with exact_arithmetic():
+        expected = run(start_exact(folder, speculation__drafter="none"), free)
+        pair = _ExactPair(folder, **settings)
+        for _ in range(2):
+            for one, plain in zip(free, expected, strict=True):
+                (found,) = pair.answer([one])
+                assert found.tokens == plain.tokens
+    counts = pair.decode.core.scheduler.drafting.counts
+    assert counts.num_accepted == counts.num_drafted > 50
+    assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0
 
 
 def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
