@@ -1,9 +1,11 @@
-"""Ends `serve run` with exit status 1 if the application cannot be started.
+"""Ends `serve run` with the reason and exit status 1 if the application cannot be started.
 
-Serve's own `serve run` prints the error, shuts Serve down and exits with 0, as after Ctrl-C. A
-script, a container and systemd's `Restart=on-failure` look at nothing but the status.
+Serve's own `serve run` prints that deployments could not be updated, shuts Serve down and exits
+with 0, as after Ctrl-C. Why is known to Serve's status alone, which ends with it. And a script, a
+container and systemd's `Restart=on-failure` look at nothing but the exit status.
 """
 
+import sys
 import threading
 import traceback
 from typing import Any
@@ -35,7 +37,21 @@ def fail_where_start_fails() -> None:
             return run(target, blocking=blocking, name=name, route_prefix=route_prefix)
         except Exception:  # noqa: BLE001 - `serve run` ends with any of them, too
             traceback.print_exc()
+            _print_reasons()
             serve.shutdown()  # type: ignore[no-untyped-call]
             raise SystemExit(1) from None
 
     serve.run = run_or_exit  # type: ignore[assignment]  # with what `serve run` gives
+
+
+def _print_reasons() -> None:
+    """Prints what Serve knows of the deployments that did not start; never raises."""
+    try:
+        applications = serve.status().applications
+    except Exception:  # noqa: BLE001 - Serve itself may be what has failed
+        traceback.print_exc()
+        return
+    for application in applications.values():
+        for name, deployment in application.deployments.items():
+            if deployment.message:
+                print(f"{name} is {deployment.status.value}: {deployment.message}", file=sys.stderr)

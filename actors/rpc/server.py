@@ -63,6 +63,7 @@ class CallServer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # one a connection, one a call
         self._num_strangers = 0
+        self._is_told = False  # why nothing can listen
         self._is_closed = False
 
     async def address(self) -> bytes:
@@ -79,9 +80,17 @@ class CallServer:
                         ssl_handshake_timeout=GREETING_S if tls else None,
                     )
                 except (OSError, ConfigFileError) as error:
-                    raise WorkerError(f"no port on {self._host} for calls: {error}") from error
+                    raise WorkerError(self._why_not(error)) from error
         host, port = self._server.sockets[0].getsockname()[:2]
         return encode(Address(host=host, port=port, secret=self._secret))
+
+    def _why_not(self, error: Exception) -> str:
+        """Returns why nothing can listen; logs it once, as callers ask on and print nothing."""
+        why = f"no port on {self._host} for calls: {error}"
+        if not self._is_told:
+            self._is_told = True
+            logger.error("%s; handoff.address has to be one of this machine's, or left out", why)
+        return why
 
     async def close(self) -> None:
         """Stops listening and ends all connections; unfinished answers are not sent."""

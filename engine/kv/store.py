@@ -54,15 +54,26 @@ _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
 class KvStore:
     """`num_blocks` blocks of one layout on one device, initialised to zero."""
 
-    def __init__(self, layout: KvLayout, *, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> None:
+        """tensor: [num_blocks, *block_shape], memory to use as it is; None = new memory, zero."""
         assert num_blocks > 0, f"{num_blocks} blocks"
         self.layout = layout
         self.num_blocks = num_blocks
         self.dtype = _TORCH_DTYPES[layout.dtype]
         self.shared: SharedMemory | None = None
         # [num_blocks, layers, planes, block_size, kv_heads, head_dim]
-        shape = num_blocks, *layout.block_shape
-        self.tensor = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.tensor = (
+            torch.zeros((num_blocks, *layout.block_shape), dtype=self.dtype, device=device)
+            if tensor is None
+            else tensor
+        )
         self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent to another worker
         self._weights = _digest_weights(layout).to(device)
         self._words = self._words_of(self.tensor)  # kernels copy and digest wide words

@@ -1,5 +1,6 @@
 """What a script sees of `serve run` whose application cannot be started."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ class Calls:
         self.error = error
         self.num_runs = 0
         self.num_shutdowns = 0
+        self.is_serve_gone = False
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         monkeypatch.setattr(ray, "init", lambda **_: None)
         monkeypatch.setattr(scripts._private_api, "serve_start", lambda **_: None)
         monkeypatch.setattr(serve, "run", self._run)
         monkeypatch.setattr(serve, "shutdown", self._shutdown)
+        monkeypatch.setattr(serve, "status", self._status)
 
     def _run(self, *args: Any, **options: Any) -> None:
         self.num_runs += 1
@@ -34,6 +37,15 @@ class Calls:
 
     def _shutdown(self) -> None:
         self.num_shutdowns += 1
+
+    def _status(self) -> SimpleNamespace:
+        if self.is_serve_gone or self.num_shutdowns:
+            raise RuntimeError("Serve is gone")
+        status = SimpleNamespace(value="DEPLOY_FAILED")
+        failed = SimpleNamespace(status=status, message="Error: no such device")
+        unasked = SimpleNamespace(status=status, message="")
+        deployments = {"ingress": failed, "other": unasked}
+        return SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
 
 
 def build(args: dict[str, str]) -> serve.Application:
@@ -55,6 +67,21 @@ def test_serve_run_ends_with_1_if_the_start_fails_and_only_then(
     result = CliRunner().invoke(scripts.run, [f"{__name__}:build"])
     assert (result.exit_code, calls.num_runs) == (status, 1), result.output
     assert calls.num_shutdowns == num_shutdowns
+
+
+def test_the_reason_is_told_before_serve_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Calls(monkeypatch, ERROR)
+    result = CliRunner().invoke(scripts.run, [f"{__name__}:build"])
+    assert result.stderr.endswith("ingress is DEPLOY_FAILED: Error: no such device\n")
+
+
+def test_a_serve_that_cannot_say_why_keeps_nothing_from_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(monkeypatch, ERROR)
+    calls.is_serve_gone = True
+    result = CliRunner().invoke(scripts.run, [f"{__name__}:build"])
+    assert (result.exit_code, calls.num_shutdowns) == (1, 1)
 
 
 def test_a_reload_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,11 +101,20 @@ def test_no_connection_is_made_where_nobody_listens_or_with_another_secret() -> 
     in_world(scenario)
 
 
-def test_a_server_that_may_not_listen_says_so() -> None:
+def test_a_server_that_may_not_listen_says_so_and_logs_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Callers ask until it can, and print nothing: a start would wait without a word."""
+
     async def main() -> None:
         server = CallServer("192.0.2.1", {})  # nobody's address, by RFC 5737
-        with pytest.raises(WorkerError, match="no port"):
-            await server.address()
+        for _ in range(3):
+            with pytest.raises(WorkerError, match="no port"):
+                await server.address()
         await server.close()
 
     asyncio.run(main())
+    (record,) = (one for one in caplog.records if one.name == "actors.rpc.server")
+    assert record.levelname == "ERROR"
+    assert "no port on 192.0.2.1 for calls" in record.getMessage()
+    assert "handoff.address" in record.getMessage()

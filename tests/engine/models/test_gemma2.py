@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.errors import ConfigError
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
-from engine.request import SamplingParams
 from tests.engine.models.closeness import assert_same_logits
+from tests.engine.models.family_checks import check_answers, check_chunks
 from tests.engine.runner.step_driver import StepDriver
-from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
@@ -44,14 +42,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_gemma2(
     variant: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
-    token_ids = random_tokens(19, seed)
-    theirs = reference_logits(tmp_path, token_ids)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    for chunk in (1, 5, 19):
-        driver.admit(0, token_ids)
-        ours = driver.logits_in_chunks(0, chunk)
-        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
-        driver.release(0)
+    check_chunks(tmp_path, seed, (1, 5, 19))
 
 
 def test_a_cap_matters(tmp_path: Path, seed: int) -> None:
@@ -70,26 +61,8 @@ def test_an_engine_answers_as_transformers_does_for_gemma2(
     backend: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
-    engine = start_engine(
-        model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
-        scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
-        model__attention__prefill=backend, model__attention__decode=backend,
-    )  # fmt: skip
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    prompts = [random_tokens(21, seed), random_tokens(11, seed + 2)]
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(3):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        expected.append(tokens[len(prompt) :])
-    for _ in range(2):  # the second time from the cache
-        found = answer(engine, [(prompt, params) for prompt in prompts])
-        assert [answered.tokens for answered in found] == expected
+    backends = {"model__attention__prefill": backend, "model__attention__decode": backend}
+    check_answers(tmp_path, [random_tokens(21, seed), random_tokens(11, seed + 2)], 3, **backends)
 
 
 def test_the_spec_of_gemma2_has_what_is_published(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import ConfigError
@@ -23,16 +22,19 @@ from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
 from engine.ranks.rank import Rank
-from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import (
     assert_no_further_than,
     assert_same_logits,
     errors_in_bfloat16,
 )
+from tests.engine.models.family_checks import (
+    check_answers,
+    check_chunks,
+    check_prefix_hit_and_preemption,
+)
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
-from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
 from tests.harness.weight_counts import num_parameters
@@ -67,36 +69,14 @@ def test_every_chunk_size_gives_the_reference_logits_of_gpt_oss(
     variant: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
-    token_ids = random_tokens(19, seed)
-    theirs = reference_logits(tmp_path, token_ids)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    for chunk in (1, 2, 5, 18, 19):
-        driver.admit(0, token_ids)
-        ours = driver.logits_in_chunks(0, chunk)
-        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
-        driver.release(0)
+    check_chunks(tmp_path, seed, (1, 2, 5, 18, 19))
 
 
 def test_gpt_oss_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
     tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, NAME, seed=seed)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = random_tokens(12, seed)
-    driver.admit(0, shared + random_tokens(4, seed + 1))
-    driver.logits({0: 16})
-    follower = shared + random_tokens(9, seed + 2)
-    theirs = reference_logits(tmp_path, follower)
-    driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
-    assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
-    driver.release(1)
-    other = random_tokens(17, seed + 3)
-    driver.admit(2, other)
-    driver.admit(1, follower, num_prompt_tokens=15)
-    mixed = driver.logits({1: 20, 2: 17})
-    assert_same_logits(mixed[1], theirs[:20])
-    assert_same_logits(mixed[2], reference_logits(tmp_path, other))
-    assert_same_logits(driver.logits({1: 1})[1], theirs[20:])
+    check_prefix_hit_and_preemption(tmp_path, seed)
 
 
 def test_gpt_oss_in_bfloat16_is_no_further_from_fp32_than_transformers(
@@ -111,26 +91,9 @@ def test_gpt_oss_in_bfloat16_is_no_further_from_fp32_than_transformers(
 
 def test_an_engine_answers_as_transformers_does_for_gpt_oss(tmp_path: Path, seed: int) -> None:
     save_model(tmp_path, NAME, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
-    engine = start_engine(
-        model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
-        scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
-    )  # fmt: skip
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     prompts = [random_tokens(21, seed), random_tokens(30, seed + 2)]
     prompts.append(prompts[0][:17] + random_tokens(4, seed + 3))
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(5):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        expected.append(tokens[len(prompt) :])
-    for _ in range(2):  # the second time from the cache
-        found = answer(engine, [(prompt, params) for prompt in prompts])
-        assert [answered.tokens for answered in found] == expected
+    check_answers(tmp_path, prompts, 5)
 
 
 # ---- files ---------------------------------------------------------------------------------------

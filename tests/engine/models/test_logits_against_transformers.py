@@ -13,6 +13,7 @@ from tests.engine.models.closeness import (
     assert_same_logits,
     errors_in_bfloat16,
 )
+from tests.engine.models.family_checks import check_chunks
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.seeds import fresh_seed
 from tests.harness.tiny_models import edit_config, random_tokens, reference_logits, save_model
@@ -95,14 +96,7 @@ def test_every_chunk_size_gives_the_reference_logits(
 ) -> None:
     architecture, settings = VARIANTS[variant]
     save_model(tmp_path, architecture, seed=seed, **settings)
-    token_ids = random_tokens(19, seed)
-    theirs = reference_logits(tmp_path, token_ids)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    for chunk in range(1, len(token_ids) + 1):
-        driver.admit(0, token_ids)
-        ours = driver.logits_in_chunks(0, chunk)
-        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
-        driver.release(0)
+    check_chunks(tmp_path, seed, range(1, 20))
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral_window", "qwen2_half_windowed", "qwen3"])

@@ -26,6 +26,7 @@ from tests.engine.models.closeness import (
     assert_same_logits,
     errors_in_bfloat16,
 )
+from tests.engine.models.family_checks import check_chunks, check_prefix_hit_and_preemption
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
 from tests.harness.seeds import fresh_seed
@@ -147,14 +148,7 @@ def test_every_chunk_size_gives_the_reference_logits_of_a_mixture(
 ) -> None:
     architecture, settings = VARIANTS[variant]
     save_model(tmp_path, architecture, seed=seed, **settings)
-    token_ids = random_tokens(17, seed)
-    theirs = reference_logits(tmp_path, token_ids)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    for chunk in (1, 2, 5, 16, 17):
-        driver.admit(0, token_ids)
-        ours = driver.logits_in_chunks(0, chunk)
-        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
-        driver.release(0)
+    check_chunks(tmp_path, seed, (1, 2, 5, 18, 19))
 
 
 @pytest.mark.parametrize(
@@ -178,19 +172,7 @@ def test_blocks_of_another_row_and_a_preemption_change_no_logits(
     architecture: str, tmp_path: Path, seed: int
 ) -> None:
     save_model(tmp_path, architecture, seed=seed)
-    driver = StepDriver(_build(tmp_path), seed=seed)
-    shared = random_tokens(12, seed)
-    driver.admit(0, shared + random_tokens(4, seed + 1))
-    driver.logits({0: 16})
-    follower = shared + random_tokens(9, seed + 2)
-    theirs = reference_logits(tmp_path, follower)
-    driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
-    assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
-    driver.release(1)
-    driver.admit(2, random_tokens(17, seed + 3))
-    driver.admit(1, follower, num_prompt_tokens=15)
-    assert_same_logits(driver.logits({1: 20, 2: 17})[1], theirs[:20])
-    assert_same_logits(driver.logits({1: 1})[1], theirs[20:])
+    check_prefix_hit_and_preemption(tmp_path, seed)
 
 
 @pytest.mark.parametrize("architecture", sorted(MIXTURES | DEEPSEEKS))
