@@ -12,36 +12,34 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
+
+COMMAND_LINE = "ray.serve.scripts"  # the module behind `serve run`; nothing else imports it
 
 
 def fail_where_start_fails() -> None:
-    """Lets the next `serve.run` of this process end it with 1 where it raises; in the main thread.
+    """Lets the next `serve.run` of `serve run` end the process with 1 where it raises.
 
-    Later ones are those of `serve run --reload`, which goes on after an error.
+    Later ones are those of `serve run --reload`, which goes on after an error. A program that calls
+    `serve.run` itself gets its exceptions, as ever.
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
+    if COMMAND_LINE not in sys.modules:
+        return
     run = serve.run
 
-    def run_or_exit(
-        target: Application,
-        *,
-        blocking: bool,
-        name: str,
-        route_prefix: str | None,
-    ) -> DeploymentHandle[Any]:
+    def run_or_exit(*args: Any, **options: Any) -> DeploymentHandle[Any]:  # noqa: ANN401 - passed on
         serve.run = run
         try:
-            return run(target, blocking=blocking, name=name, route_prefix=route_prefix)
+            return run(*args, **options)
         except Exception:  # noqa: BLE001 - `serve run` ends with any of them, too
             traceback.print_exc()
             _print_reasons()
             serve.shutdown()  # type: ignore[no-untyped-call]
             raise SystemExit(1) from None
 
-    serve.run = run_or_exit  # type: ignore[assignment]  # with what `serve run` gives
+    serve.run = run_or_exit
 
 
 def _print_reasons() -> None:

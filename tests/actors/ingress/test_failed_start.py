@@ -1,5 +1,6 @@
 """What a script sees of `serve run` whose application cannot be started."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_a_reload_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     calls.error = ERROR
     with pytest.raises(RuntimeError, match="Deploying"):
         serve.run(APPLICATION, **options)
+
+
+def test_a_program_that_runs_the_application_itself_gets_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(monkeypatch, ERROR)
+    monkeypatch.delitem(sys.modules, scripts.__name__)
+    application = build({})
+    with pytest.raises(RuntimeError, match="Deploying"):
+        serve.run(application)
+    assert calls.num_shutdowns == 0
 
 
 def test_in_a_cluster_that_builds_the_application_nothing_changes(
