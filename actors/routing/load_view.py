@@ -3,7 +3,6 @@
 Used by the allocator, and by an ingress while the allocator is away.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,10 +27,20 @@ NO_LABELS: Mapping[str, LengthClass] = {}
 @dataclass(frozen=True, slots=True)
 class _Placed:
     at_s: float
-    num_tokens: int  # tokens to compute; 0 on a decode worker
+    num_tokens: int  # to compute
     work_s: float
     is_short: bool
     done_s: float  # from then on it counts as load no more
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A prompt placed on a decode worker, which hears of it when its first chunk is computed."""
+
+    at_s: float
+    num_tokens: int
+    starts_s: float  # predicted; then it gets blocks there
+    arrives_s: float  # predicted; then it runs there
 
 
 class PlacementView:
@@ -41,6 +50,7 @@ class PlacementView:
         self._links = links
         self._clock = clock
         self._placed: dict[str, list[_Placed]] = {}  # worker -> placements not yet reported
+        self._arriving: dict[str, list[_Arriving]] = {}  # decode worker -> not yet reported
         self._hosts: dict[str, str] = {}  # worker -> its machine
 
     def note_hosts(self, workers: Mapping[str, WorkerStatus]) -> None:
@@ -83,8 +93,10 @@ class PlacementView:
         placed = _Placed(now_s, assign.num_new_tokens, work_s, is_short, done_s)
         self._placed.setdefault(assign.prefill_worker, []).append(placed)
         if assign.decode_worker is not None:
-            arriving = _Placed(now_s, 0, 0.0, is_short, math.inf)
-            self._placed.setdefault(assign.decode_worker, []).append(arriving)
+            arrives_s = now_s + assign.ttft_s
+            starts_s = arrives_s - assign.work_s
+            arriving = _Arriving(now_s, num_prompt_tokens, starts_s, arrives_s)
+            self._arriving.setdefault(assign.decode_worker, []).append(arriving)
 
     def _snapshot(
         self, link: WorkerLink, label: LengthClass | None, hit_tokens: int, stored: StoredHit
@@ -103,7 +115,7 @@ class PlacementView:
                 num_blocks=0,
                 label=label,
             )
-        placed = self._not_reported(link)
+        placed, arriving = self._not_reported(link), self._not_arrived(link)
         queued_s = self._seconds(load.queued_tokens, load.queued_s)
         return WorkerSnapshot(
             name=link.name,
@@ -112,9 +124,10 @@ class PlacementView:
             queued_tokens=load.queued_tokens + sum(p.num_tokens for p in placed),
             queued_s=queued_s + sum(p.work_s for p in placed),
             num_waiting=load.num_waiting + len(placed),
-            num_running=load.num_running + load.num_waiting + len(placed),
+            num_running=load.num_running + load.num_waiting + len(placed) + len(arriving),
             num_free_blocks=load.num_free_blocks,
             num_blocks=load.num_blocks,
+            arriving_tokens=self._tokens_without_blocks(link, arriving),
             host=self._hosts.get(link.name, ""),
             short=self._short_queue(load, placed),
             label=label,
@@ -130,6 +143,20 @@ class PlacementView:
             p for p in placed if p.at_s >= reported_s and p.done_s > now_s
         ]
         return left
+
+    def _not_arrived(self, link: WorkerLink) -> list[_Arriving]:
+        """Drops what a report of the running requests must have seen, and no sooner."""
+        now_s, reported_s = self._clock.now_s(), link.load_at_s - COUNTED_AFTER_S
+        arriving = self._arriving.get(link.name, [])
+        self._arriving[link.name] = left = [
+            p for p in arriving if p.at_s >= reported_s or p.arrives_s > now_s
+        ]
+        return left
+
+    def _tokens_without_blocks(self, link: WorkerLink, arriving: list[_Arriving]) -> int:
+        """Tokens of prompts whose blocks no report of the worker counts as taken."""
+        now_s, reported_s = self._clock.now_s(), link.load_at_s - COUNTED_AFTER_S
+        return sum(p.num_tokens for p in arriving if p.at_s >= reported_s or p.starts_s > now_s)
 
     def _short_queue(self, load: LoadReport, placed: list[_Placed]) -> ShortQueue | None:
         if load.short is None:

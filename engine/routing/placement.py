@@ -78,6 +78,7 @@ class WorkerSnapshot:
     num_running: int  # including those that wait
     num_free_blocks: int
     num_blocks: int
+    arriving_tokens: int = 0  # of prompts placed on a decode worker that have no blocks there yet
     host: str = ""  # its machine; "" = not known
     short: ShortQueue | None = None  # None = one queue
     label: LengthClass | None = None  # its pool; None = home of both classes
@@ -253,12 +254,15 @@ def _choose_decoder(
         token_s = NEAR_TOKEN_S if host and s.host == host else FAR_TOKEN_S
         return int(max(num_prompt_tokens - s.hit_tokens, 0) * token_s / MOVE_STEP_S)
 
+    def num_free(s: WorkerSnapshot) -> int:
+        return s.num_free_blocks - -(-s.arriving_tokens // block_size)
+
     def rank(s: WorkerSnapshot) -> tuple[int, int, int, float, str]:
-        free_share = s.num_free_blocks / max(s.num_blocks, 1)
+        free_share = num_free(s) / max(s.num_blocks, 1)
         return num_steps(s), s.num_running, -s.hit_tokens, -free_share, s.name
 
     num_blocks = num_prompt_tokens // block_size + 1
-    usable = [s for s in workers if s.num_free_blocks >= num_blocks] or workers
+    usable = [s for s in workers if num_free(s) >= num_blocks] or workers
     least = min(s.num_running for s in usable)
     limit = least + max(SPARE_REQUESTS, SPARE_SHARE * least)
     return min((s for s in usable if s.num_running <= limit), key=rank)

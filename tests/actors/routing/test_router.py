@@ -33,7 +33,7 @@ from engine.messages import (
     decode,
     encode,
 )
-from engine.routing.placement import COUNTED_AFTER_S, DONE_AFTER_S
+from engine.routing.placement import COUNTED_AFTER_S, DONE_AFTER_S, SPARE_REQUESTS
 
 ROLES: dict[str, Role] = {
     **{f"prefill-{i}": "prefill" for i in range(4)},
@@ -336,6 +336,8 @@ def test_kv_stays_on_its_machine_while_the_decode_worker_there_has_room() -> Non
     world = _World({"workers.unified": 0, "workers.prefill": 2, "workers.decode": 2}, roles)
     hosts = {"prefill-0": "a", "decode-1": "a", "prefill-1": "b", "decode-0": "b"}
     world.router.note_workers({n: _ready(n, 50.0, host) for n, host in hosts.items()})
+    for name in ("decode-0", "decode-1"):
+        world.links.report(name, num_free_blocks=500)  # each prompt takes 57
     placed = [world.route(900) for _ in range(4)]
     assert [(p.prefill_worker, p.decode_worker) for p in placed] == 2 * [
         ("prefill-0", "decode-1"),
@@ -350,15 +352,56 @@ def test_kv_stays_on_its_machine_while_the_decode_worker_there_has_room() -> Non
 def test_a_conversation_goes_back_to_the_decode_worker_that_has_its_kv() -> None:
     roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
     world = _World({"workers.unified": 0, "workers.prefill": 1, "workers.decode": 2}, roles)
+    for name in ("decode-0", "decode-1"):
+        world.links.report(name, num_free_blocks=500)  # each prompt takes 44
     assert world.route(700, CHAIN[:43]).decode_worker == "decode-0"
     world.router.learn("decode-1", _blocks(0, CHAIN[:40]))
     assert world.route(700, CHAIN[:43]).decode_worker == "decode-1"
     assert world.route(700, CHAIN[50:93]).decode_worker == "decode-0", "it knows nothing of this"
-    world.links.report("decode-1", num_running=9)
+    world.links.report("decode-1", num_running=9, num_free_blocks=500)
     assert world.route(700, CHAIN[:43]).decode_worker == "decode-0"
     world.router.forget("decode-1")
-    world.links.report("decode-1")
+    world.links.report("decode-1", num_free_blocks=500)
     assert world.route(700, CHAIN[:43]).decode_worker == "decode-1", "two run on the other"
+
+
+def _near_and_far(num_blocks: int) -> _World:
+    """A prefill worker, and two decode workers with these blocks, one of them on its machine."""
+    roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    world = _World({"workers.unified": 0, "workers.prefill": 1, "workers.decode": 2}, roles)
+    hosts = {"prefill-0": "a", "decode-0": "a", "decode-1": "b"}
+    world.router.note_workers({n: _ready(n, 50.0, host) for n, host in hosts.items()})
+    for name in ("decode-0", "decode-1"):
+        world.links.report(name, num_free_blocks=num_blocks, num_blocks=num_blocks)
+    return world
+
+
+def test_prompts_that_arrive_together_do_not_wait_for_blocks_that_another_has() -> None:
+    world = _near_and_far(num_blocks=200)  # a prompt of 2,000 tokens takes 126
+    assert [world.route(2000).decode_worker for _ in range(2)] == ["decode-0", "decode-1"]
+
+
+def test_a_decode_worker_is_not_idle_while_prompts_for_it_wait_elsewhere() -> None:
+    """It hears of a prompt when its first chunk is computed, and counts it after the last."""
+    world = _near_and_far(num_blocks=9000)
+    world.links.report("prefill-0", queued_tokens=20_000, queued_s=30.0)
+    chosen = []
+    for _ in range(10):
+        chosen.append(world.route(2000).decode_worker)
+        world.clock.advance(2 * COUNTED_AFTER_S)
+        for name in ("decode-0", "decode-1"):
+            world.links.report(name, num_free_blocks=9000, num_blocks=9000)
+        world.links.report("prefill-0", queued_tokens=20_000, queued_s=30.0)
+    assert chosen.count("decode-0") - chosen.count("decode-1") <= SPARE_REQUESTS + 1
+
+
+def test_a_prompt_that_has_arrived_counts_as_its_worker_reports() -> None:
+    world = _near_and_far(num_blocks=200)
+    first = world.route(2000)
+    world.clock.advance(first.ttft_s + 2 * COUNTED_AFTER_S)
+    for name in ("decode-0", "decode-1"):  # it has ended there
+        world.links.report(name, num_free_blocks=200, num_blocks=200)
+    assert first.decode_worker == world.route(2000).decode_worker == "decode-0"
 
 
 def _ready(name: str, max_step_ms: float, host: str = "") -> WorkerStatus:
