@@ -17,6 +17,11 @@ from ray.serve.handle import DeploymentHandle
 COMMAND_LINE = "ray.serve.scripts"  # the module behind `serve run`; nothing else imports it
 
 
+def is_serve_run() -> bool:
+    """Whether this process is `serve run`, not a program that calls `serve.run` itself."""
+    return COMMAND_LINE in sys.modules
+
+
 def fail_where_start_fails() -> None:
     """Lets the next `serve.run` of `serve run` end the process with 1 where it raises.
 
@@ -25,7 +30,7 @@ def fail_where_start_fails() -> None:
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
-    if COMMAND_LINE not in sys.modules:
+    if not is_serve_run():
         return
     run = serve.run
 

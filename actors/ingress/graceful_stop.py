@@ -9,8 +9,9 @@ A terminal, `make` or `kill -- -GROUP` signals a whole process group. So Ray's o
 groups of their own: they have to live for as long as the stop takes.
 
 Ray and Serve wait without an end, or for half a minute, for a process of theirs that hangs. So the
-stop of a cluster that was started here has a limit of its own, within the 30 s after which
-Kubernetes kills: then this process ends, and by that the cluster.
+stop of a cluster that `serve run` has started has a limit of its own, within the 30 s after which
+Kubernetes kills: then this process ends, and by that the cluster. A program that calls `serve.run`
+itself may have more to do after a signal, so it has no limit.
 
 Only a process that builds the application itself and then starts Ray can handle its signals:
 `serve run serve_app:app`. With a YAML file Serve builds it in a process of the cluster.
@@ -38,6 +39,7 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.serve.schema import ApplicationStatusOverview
 
+from actors.ingress.failed_start import is_serve_run
 from actors.ingress.stopping import LAST_WORDS_S
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,9 @@ class _Stop:
         raise KeyboardInterrupt
 
     def _end_within(self, seconds: float) -> None:
-        """Ends this process then, if it lives and its end is that of the cluster."""
+        """Ends this process then, if it lives, is `serve run`, and its end is the cluster's."""
+        if not is_serve_run():
+            return
         node: Any = ray_worker._global_node
         if node is None or not node.is_head():  # Serve's shutdown goes on in a cluster of others
             return

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -124,8 +124,9 @@ def set_http_proxy(wish: HttpProxy) -> Path | None:
         return None
     folder = _new_folder(Path(tempfile.gettempdir()))
     # Not before Ray handles signals: the folder then goes at every end but by SIGKILL. And before
-    # another hook starts Serve, which would make a folder that everybody may read.
-    ray_worker._post_init_hooks.insert(0, partial(_make_folder, folder))
+    # another hook starts Serve, which would make a folder that everybody may read. Once: a program
+    # may start Ray again.
+    ray_worker._post_init_hooks.insert(0, cache(partial(_make_folder, folder)))
     assert host.program is not None, "`choose` has looked"
     set_defaults(haproxy_environment(host.program, folder))
     return folder

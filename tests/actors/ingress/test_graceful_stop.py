@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 
 from actors.ingress import graceful_stop
+from actors.ingress.failed_start import COMMAND_LINE
 from actors.ingress.graceful_stop import END_S, SIGNALS, stop_gracefully_on_signals
 from actors.ingress.stopping import LAST_WORDS_S
 from configs.schema import EdgeConfig
@@ -188,7 +189,12 @@ class Ends:
     class Ended(BaseException):
         pass
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_head: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, is_head: bool, is_serve_run: bool = True
+    ) -> None:
+        monkeypatch.delitem(sys.modules, COMMAND_LINE, raising=False)
+        if is_serve_run:
+            monkeypatch.setitem(sys.modules, COMMAND_LINE, ModuleType(COMMAND_LINE))
         self.due: list[tuple[float, Callable[[], None]]] = []  # seconds, and what is called then
         self.removed: list[Path] = []
         monkeypatch.setattr(ray_worker, "_global_node", SimpleNamespace(is_head=lambda: is_head))
@@ -235,4 +241,15 @@ def test_a_cluster_of_others_is_left_to_serves_own_shutdown(
     start(monkeypatch, hooks, Applications(one=[0]))
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
+    assert ends.due == []
+
+
+def test_a_program_that_runs_the_application_itself_may_go_on_after_a_signal(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    """It may have results to write; it was killed then, with status 0."""
+    ends = Ends(monkeypatch, is_head=True, is_serve_run=False)
+    start(monkeypatch, hooks, Applications(one=[0]))
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
     assert ends.due == []

@@ -151,9 +151,24 @@ def test_haproxys_folder_is_made_once_ray_handles_signals_and_before_serve_start
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith(http_proxy.FOLDER)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    hooks[0]()  # Ray is started again
     assert removals == [(shutil.rmtree, folder)]
-    with pytest.raises(FileExistsError):
-        hooks[0]()
+
+
+def test_a_folder_that_somebody_else_has_made_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: list[Callable[[], None]] = []
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", hooks)
+    monkeypatch.setattr(http_proxy, "this_host", lambda: ABLE)
+    monkeypatch.setattr(http_proxy, "set_defaults", lambda variables: None)
+    monkeypatch.setattr(http_proxy, "_new_folder", lambda _: tmp_path)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    set_http_proxy("auto")
+    for _ in range(2):
+        with pytest.raises(FileExistsError):
+            hooks[0]()
 
 
 @pytest.mark.parametrize(
