@@ -14,8 +14,7 @@ weight's tile with a tile of x that has a column for each piece, group of the st
 zeros outside of the group. Matrix units that multiply few columns wait for the weight's tile, not
 for numbers: so both pieces take hardly longer than one, and groups need not be as wide as a step.
 The units add products in fewer bits than fp32, so sums of BLOCK_K columns are added in fp32
-registers; those of pieces and groups are added once, at the end. With programmatic dependent launch
-the weights of a part's last steps may be loaded to registers before x is ready. Torch twin:
+registers; those of pieces and groups are added once, at the end. Torch twin:
 `engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
 The gate may leave its result coded, too, for the product after it: of few tokens in pieces of e5m2,
@@ -34,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_for
-from kernels.instructions import knows_e4m3, uses_ptx
+from kernels.instructions import knows_e4m3
 from kernels.linear.small import add_parts, prefetch_rows, store_rows, weight_rows
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import (
@@ -136,51 +135,11 @@ def _load_rows(
 
 
 @triton.jit
-def _held_codes(
-    codes_ptr, w_rows, column, K: tl.constexpr, HELD: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASK_K: tl.constexpr,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Tiles of the weight, HELD steps from `column` on."""
-    held = ()
-    for i in tl.static_range(HELD):
-        columns = column + i * BLOCK_K + tl.arange(0, BLOCK_K)
-        tile = _load_codes(codes_ptr + w_rows[:, None] * K + columns[None, :], columns, K, MASK_K)
-        held = held + (tile,)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks none
-    return held
-
-
-@triton.jit
-def _held_rows(
-    pointers, is_row, group, k_offsets, num_left, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    HELD: tl.constexpr, BLOCK_K: tl.constexpr, MASK_K: tl.constexpr,
-) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """x's tiles for the weight's that are held."""
-    held = ()
-    for i in tl.static_range(HELD):
-        k = i * BLOCK_K
-        tile = _load_rows(
-            pointers + k, is_row, group, k_offsets, num_left - k, GROUP, GROUPS, MASK_K
-        )
-        held = held + (tile,)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks none
-    return held
-
-
-@triton.jit
 def _multiply(w, x, KNOWS_E4M3: tl.constexpr) -> tl.tensor:
     """w x^T, [rows, columns of x's tile]."""
     if not KNOWS_E4M3:  # the interpreter
         w, x = w.to(tl.float32), x.to(tl.float32)
     return tl.dot(w, tl.trans(x))
-
-
-@triton.jit
-def _used_here(tile, USES_PTX: tl.constexpr) -> tl.tensor:
-    """`tile` of bytes, in registers until here: the compiler may not store it any sooner."""
-    if USES_PTX:
-        tile = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=4
-        )
-    return tile
 
 
 @triton.jit
@@ -194,20 +153,6 @@ def _add_scaled(
     else:
         acc += total
     return acc
-
-
-@triton.jit
-def _add_step(
-    acc, w, x, scale_pointers, x_scale_pointers, column, group, num_tokens, X_GROUP: tl.constexpr,
-    X_GROUPS: tl.constexpr, TILE_COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr,
-    KNOWS_E4M3: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """acc + w x^T of the columns from `column` on."""
-    total = _multiply(w, x, KNOWS_E4M3)
-    if X_GROUPS > 1:
-        index = tl.minimum(column // X_GROUP + group, X_GROUPS - 1)
-        total *= tl.load(x_scale_pointers + index * num_tokens)[None, :]
-    return _add_scaled(acc, total, scale_pointers, column, TILE_COLUMNS, NUM_TILES)
 
 
 @triton.jit
@@ -292,11 +237,9 @@ def _fp8_few_kernel(
     SPLIT_K: tl.constexpr,
     PART_K: tl.constexpr,  # columns of a part, a multiple of BLOCK_K
     NUM_STAGES: tl.constexpr,
-    HELD: tl.constexpr,  # steps at a part's end whose weights are loaded before x is ready
     PREFETCH: tl.constexpr,
     STARTS_NEXT_EARLY: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
-    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     MASK_K: tl.constexpr = PART_K * SPLIT_K != K
@@ -305,12 +248,9 @@ def _fp8_few_kernel(
     k_start = part * PART_K
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = weight_rows(columns, N, IS_GATED)
-    # Of the last steps of a part, so that sums keep their order.
-    HELD_FROM: tl.constexpr = PART_K - HELD * BLOCK_K
-    if USE_PDL and STARTS_NEXT_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    held = _held_codes(codes_ptr, w_rows, k_start + HELD_FROM, K, HELD, BLOCK_K, MASK_K)
     if USE_PDL:
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch_rows(codes_ptr, w_rows, k_start, K, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
@@ -322,28 +262,19 @@ def _fp8_few_kernel(
     codes_pointers = codes_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
     scale_pointers = scales_ptr + w_rows // TILE_ROWS * NUM_TILES
     x_scale_pointers = x_scales_ptr + tl.minimum(token, num_tokens - 1)
-    held_x = _held_rows(
-        x_pointers + HELD_FROM, token < num_tokens, group, k_offsets, K - k_start - HELD_FROM,
-        X_GROUP, GROUPS, HELD, BLOCK_K, MASK_K,
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_N, PIECES * GROUPS * BLOCK_M), dtype=tl.float32)
     # The number of stages is named, so that loads of scales are pipelined with the others.
-    for k in tl.range(0, HELD_FROM, BLOCK_K, num_stages=NUM_STAGES):
+    for k in tl.range(0, PART_K, BLOCK_K, num_stages=NUM_STAGES):
         num_left = K - k_start - k
         w = _load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
         x = _load_rows(
             x_pointers + k, token < num_tokens, group, k_offsets, num_left, X_GROUP, GROUPS, MASK_K
         )
-        acc = _add_step(
-            acc, w, x, scale_pointers, x_scale_pointers, k_start + k, group, num_tokens, X_GROUP,
-            X_GROUPS, TILE_COLUMNS, NUM_TILES, KNOWS_E4M3,
-        )  # fmt: skip
-    for i in tl.static_range(HELD):
-        acc = _add_step(
-            acc, _used_here(held[i], USES_PTX), _used_here(held_x[i], USES_PTX), scale_pointers,
-            x_scale_pointers, k_start + HELD_FROM + i * BLOCK_K, group, num_tokens, X_GROUP,
-            X_GROUPS, TILE_COLUMNS, NUM_TILES, KNOWS_E4M3,
-        )  # fmt: skip
+        total = _multiply(w, x, KNOWS_E4M3)
+        if X_GROUPS > 1:
+            index = tl.minimum((k_start + k) // X_GROUP + group, X_GROUPS - 1)
+            total *= tl.load(x_scale_pointers + index * num_tokens)[None, :]
+        acc = _add_scaled(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
     if USE_PDL and not STARTS_NEXT_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     is_wide: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e5
@@ -548,8 +479,6 @@ def _launch(
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
         partials = x.scales.new_empty((num_tiles, cut.split_k, num_tokens, cut.block_n))
-    part_columns = triton.cdiv(num_columns, cut.block_k * cut.split_k) * cut.block_k
-    assert cut.held_steps * cut.block_k <= part_columns, f"{cut} of {num_columns} columns"
     use_pdl = pdl_supported(y.device)
     _fp8_few_kernel[(num_tiles, cut.split_k)](
         x.codes,
@@ -578,13 +507,11 @@ def _launch(
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         SPLIT_K=cut.split_k,
-        PART_K=part_columns,
+        PART_K=triton.cdiv(num_columns, cut.block_k * cut.split_k) * cut.block_k,
         NUM_STAGES=cut.num_stages,
-        HELD=cut.held_steps,
         PREFETCH=cut.prefetch_bytes,
         STARTS_NEXT_EARLY=cut.starts_next_early,
         KNOWS_E4M3=knows_e4m3(y.device),
-        USES_PTX=uses_ptx(y.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,
         launch_pdl=use_pdl,

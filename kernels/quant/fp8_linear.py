@@ -52,7 +52,6 @@ class QuantConfig:
     num_stages: int = 6
     prefetch_bytes: int = 512  # of each row before x is ready: 0 or a power of two >= 128
     starts_next_early: bool = True  # let the next kernel start at once, not after the last load
-    held_steps: int = 0  # whose weights are in registers before x is ready; fp8_few.py alone
 
 
 INVARIANT = QuantConfig(block_m=64, num_stages=5)

@@ -1,7 +1,7 @@
 """A decode step of an engine in FP8 by tilings of its products, on a GPU.
 
     python -m load_tests.lab.bench_few_tilings
-    python -m load_tests.lab.bench_few_tilings --shapes llama-3.1-8b --tilings gated:held_steps=1
+    python -m load_tests.lab.bench_few_tilings --shapes llama-3.1-8b --tilings gated:prefetch_bytes=128
 
 A product alone does not show what a tiling is worth where kernels start before the one before them
 has ended. So here the whole step is captured again with each tiling, and they are timed in turn: ms
@@ -54,9 +54,6 @@ MAX_DIFFERENCE = 3e-3  # norm of the difference over the norm: bfloat16 rounds b
 TILINGS = (
     *(f"{ALL}:prefetch_bytes={size}" for size in (128, 256, 512)),
     *(f"{kind}:prefetch_bytes={size}" for kind in KINDS for size in (128, 256)),
-    *(f"{ALL}:held_steps={steps}" for steps in (1, 2)),
-    *(f"{kind}:held_steps={steps}" for kind in KINDS for steps in (1, 2)),
-    "gated:held_steps=2;narrow:held_steps=2;deep:held_steps=1;square:held_steps=1",
     "deep:split_k=4",
     "deep:split_k=3",
     "narrow:split_k=2",

@@ -1,7 +1,6 @@
 """Where programs of kernels that start early come to lie: not more on one multiprocessor."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,36 +83,3 @@ def test_products_of_few_tokens_let_the_next_kernel_in_when_all_is_loaded(form: 
     code = kept[0].asm["ptx"]
     last_load = code.rindex("cp.async.cg.shared.global")
     assert code.index("griddepcontrol.wait") < last_load < code.index("launch_dependents")
-
-
-@pytest.mark.slow
-def test_held_weights_are_loaded_before_the_wait_and_stored_after_the_loop() -> None:
-    """In registers: a stage more of shared memory would leave room for a program less."""
-    from kernels.linear.small import tile_counters
-    from kernels.quant import fp8_few
-    from kernels.quant.coded_tokens import InputForm, empty_coded
-    from kernels.quant.fp8_linear import Fp8Operand
-    from tests.kernels.cross_compile import compiled_for
-
-    device = gpu("H200")
-    kept: list[Any] = []
-    x = torch.empty(16, 4096, dtype=torch.bfloat16)
-    coded = empty_coded(16, 4096, InputForm(pieces=2, group=4096), x)
-    weight = Fp8Operand(
-        codes=torch.empty(6144, 4096, dtype=torch.float8_e4m3fn), scales=torch.empty(6144, 1),
-        tile_rows=1, tile_columns=4096,
-    )  # fmt: skip
-    counters = tile_counters(torch.device("cpu"))
-    chosen = fp8_few.choose_config(16, 2, 6144, 4096, device.num_sms)
-    with compiled_for(device, fp8_few, kept=kept):
-        for held_steps in (0, 2):
-            cut = replace(chosen, held_steps=held_steps)
-            fp8_few.fp8_few_linear(coded, weight, x.dtype, counters, cut)
-    plain, held = (made.asm["ptx"] for made in kept)
-    load = "ld.global.v4"
-    assert load not in plain.partition("griddepcontrol.wait")[0]
-    before, _, after = held.partition("griddepcontrol.wait")
-    assert before.count(load) == 8  # two tiles of 64 rows by 128 bytes, 16 a load, 128 threads
-    assert "st.shared" not in before
-    assert "st.shared" not in after.partition("wgmma")[0]
-    assert kept[0].metadata.shared == kept[1].metadata.shared

@@ -33,7 +33,7 @@ def test_a_tiling_changes_the_weights_of_its_kind_alone(
     shapes: tuple[tuple[int, int], ...],
 ) -> None:
     assert tuple(kind_of(*shape) for shape in shapes) == KINDS
-    tiling = tiling_of("deep:split_k=3,prefetch_bytes=256;square:held_steps=1")
+    tiling = tiling_of("deep:split_k=3,prefetch_bytes=256;square:num_stages=5")
     for kind, shape in zip(KINDS, shapes, strict=True):
         chosen = fp8_few.choose_config(16, 2, *shape, NUM_SMS)
         with tiled_by(tiling):
@@ -42,8 +42,8 @@ def test_a_tiling_changes_the_weights_of_its_kind_alone(
         assert (changed != chosen) == (kind in ("deep", "square"))
         with tiled_by(CHOSEN):
             assert fp8_few.choose_config(16, 2, *shape, NUM_SMS) == chosen
-    with tiled_by(tiling_of("all:held_steps=2")):
-        assert fp8_few.choose_config(16, 2, *shapes[0], NUM_SMS).held_steps == 2
+    with tiled_by(tiling_of("all:prefetch_bytes=256")):
+        assert fp8_few.choose_config(16, 2, *shapes[0], NUM_SMS).prefetch_bytes == 256
 
 
 def test_every_tiling_of_the_race_is_one_and_differs_from_the_chosen() -> None:
@@ -81,7 +81,7 @@ def test_a_race_captures_steps_of_one_size_and_times_each_tiling_in_turn(tmp_pat
     model = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     driver = StepDriver(model, seed=1, phased=row_tensor_attention(model))
     timed = Race(driver.executor, num_rows=3, num_keys=9, num_steps=2, recorder=RerunRecorder())
-    found = race(timed, [CHOSEN, tiling_of("all:held_steps=1")], 2)
+    found = race(timed, [CHOSEN, tiling_of("all:prefetch_bytes=256")], 2)
     assert all(len(rounds) == 2 and min(rounds) > 0.0 for rounds in found.values())
     captured = driver.executor.statistics().decode_graphs
     assert captured is not None
