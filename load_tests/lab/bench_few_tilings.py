@@ -1,7 +1,7 @@
 """A decode step of an engine in FP8 by tilings of its products, on a GPU.
 
     python -m load_tests.lab.bench_few_tilings
-    python -m load_tests.lab.bench_few_tilings --shapes llama-3.1-8b --tilings gated:prefetch_bytes=128
+    python -m load_tests.lab.bench_few_tilings --shapes llama-3.1-8b --tilings deep:split_k=4
 
 A product alone does not show what a tiling is worth where kernels start before the one before them
 has ended. So here the whole step is captured again with each tiling, and they are timed in turn: ms

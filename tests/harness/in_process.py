@@ -47,12 +47,11 @@ def start_engine(
     )
 
 
-def answer(
+def add_all(
     engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]
-) -> list[Answer]:
-    """Every request's tokens, all of them running together."""
+) -> list[RequestKey]:
+    """Queues every request; returns their keys in the same order."""
     keys = [RequestKey(f"{number:032x}") for number in range(len(requests))]
-    answers = {key: Answer() for key in keys}
     for key, (prompt, params) in zip(keys, requests, strict=True):
         engine.core.scheduler.add(
             Request(
@@ -64,6 +63,15 @@ def answer(
                 arrival_s=time.monotonic(),
             )
         )
+    return keys
+
+
+def answer(
+    engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]
+) -> list[Answer]:
+    """Every request's tokens, all of them running together."""
+    keys = add_all(engine, requests)
+    answers = {key: Answer() for key in keys}
     while engine.core.has_work:
         output = engine.core.step()
         assert not output.failures, f"failed: {output.failures}"

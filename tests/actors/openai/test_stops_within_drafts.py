@@ -14,13 +14,13 @@ import pytest
 from actors.openai.response_parts import read_records
 from engine.engine import Engine
 from engine.messages import TokenRecord
-from engine.request import FinishReason, Request, RequestKey, RequestSpec, SamplingParams
+from engine.request import FinishReason, RequestKey, SamplingParams
 from engine.text.detokenizing import DecoderRules, Detokenizer, build_token_bytes
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.stop_strings import StopStrings
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 from tests.engine.speculation.guessed_engines import Asked, Kind, guess, run, save_exact_model
-from tests.harness.in_process import Answer
+from tests.harness.in_process import Answer, add_all
 from tests.harness.seeds import seed_of
 from tests.harness.tiny_models import VOCAB_SIZE
 
@@ -121,22 +121,6 @@ def _plain_text(tokens: Sequence[int]) -> str:
     return "".join(TOKEN_BYTES.piece(token_id).decode() for token_id in tokens)
 
 
-def _add(engine: Engine, asked: Sequence[Asked]) -> list[RequestKey]:
-    keys = [RequestKey(f"{number:032x}") for number in range(len(asked))]
-    for key, (prompt, params) in zip(keys, asked, strict=True):
-        engine.core.scheduler.add(
-            Request(
-                spec=RequestSpec(params=params),
-                key=key,
-                ingress_id="test",
-                tokens=list(prompt),
-                num_prompt_tokens=len(prompt),
-                arrival_s=0.0,
-            )
-        )
-    return keys
-
-
 def _step(engine: Engine) -> dict[RequestKey, list[TokenRecord]]:
     """Every request's records of one step."""
     output = engine.core.step()
@@ -148,7 +132,7 @@ def _step(engine: Engine) -> dict[RequestKey, list[TokenRecord]]:
 
 
 def _by_step(engine: Engine, asked: Sequence[Asked]) -> list[Batches]:
-    keys = _add(engine, asked)
+    keys = add_all(engine, asked)
     batches: dict[RequestKey, Batches] = {key: [] for key in keys}
     while engine.core.has_work:
         for key, records in _step(engine).items():
@@ -218,7 +202,7 @@ def test_what_ends_by_its_text_leaves_the_others_and_the_cache_as_they_were(
     ]
     deltas: list[list[TextDelta]] = [[] for _ in asked]
     with exact_arithmetic():
-        keys = _add(engine, asked)
+        keys = add_all(engine, asked)
         while engine.core.has_work:
             for key, records in _step(engine).items():
                 place = keys.index(key)
