@@ -8,14 +8,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# What a row of a step is; a sum, as a row may be both the first and one of the others.
+JUDGED = 1  # its samples are judged by its drafts
+AHEAD = 2  # planned as if all drafts of the step in flight were right: it lies further back
+OPEN_ENDED = 4  # likewise, and it begins where it was planned: it ends earlier
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuessedLines:
-    """The lines of a step's rows with drafts, G of them with at most E lines each."""
+class GuessedBatch:
+    """The R rows of a step with S lines, in its order."""
 
-    rows: Tensor  # int64 [G]  device rows, distinct
-    lines: Tensor  # int64 [G, E]  a row's lines in order, then its last one again
-    counts: Tensor  # int64 [G]  lines of each: one more than it has drafts
+    rows: Tensor  # [R]  device rows, distinct
+    kinds: Tensor  # [R]  as above
+    num_new: Tensor  # [R]  tokens
+    cu_tokens: Tensor  # [R + 1]  a row's tokens are the last ones before its end
+    cu_lines: Tensor  # [R + 1]
+    num_lines: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +43,35 @@ class PlannedStep:
     num_keys: Tensor  # [R or more]
     positions: Tensor  # [T or more, with padding between]
     slots: Tensor  # likewise
-    lines: Tensor | None  # [S or more]; None = they stay
+    lines: Tensor  # [S or more]  the token after which each samples
     cu_blocks: Tensor  # [R + 1 or more]
     block_ids: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowMoves:
-    """By whose shortfall rows, lines and tokens move back: device rows, or that of no row. int64"""
+class TextChanges:
+    """What the texts of G rows get before drafts are looked up behind them; one row of integers.
 
-    rows: Tensor  # [R]
-    lines: Tensor  # [S]  rows whose tokens moved, or that end earlier
-    ends: Tensor  # [S]  only the latter
-    places: Tensor  # [T]  where each token lies in `PlannedStep.positions`
-    token_rows: Tensor  # [T]  its row in the step
+    heads   [G + 1, 4]  row, planned length, tokens in flight at its end, first of its pieces
+    pieces  [P, 3]      place in the text, first of its tokens, their number
+    tokens  [N]
 
+    The last head has only the number of pieces. The tokens in flight are the row's first samples.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEnds:
-    """The texts to look up, G of them."""
+    packed: Tensor
+    num_rows: int
+    num_pieces: int
 
-    rows: Tensor  # int64 [G]  device rows, distinct
-    lengths: Tensor  # int64 [G]  tokens if nothing falls short; above every shortfall
-    shortfalls: Tensor  # [max_rows + 1]
+    @property
+    def heads(self) -> Tensor:
+        return self.packed[: 4 * (self.num_rows + 1)].view(-1, 4)
+
+    @property
+    def pieces(self) -> Tensor:
+        first = 4 * (self.num_rows + 1)
+        return self.packed[first : first + 3 * self.num_pieces].view(-1, 3)
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.packed[4 * (self.num_rows + 1) + 3 * self.num_pieces :]

@@ -1,4 +1,4 @@
-"""The Triton form of `kernels.guesses`: one launch for each of its three operations.
+"""The Triton form of `kernels.guesses`: one launch for each operation, a program for each row.
 
 Tensors are int32 unless stated.
 """
@@ -8,173 +8,164 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
+from kernels.guessed_steps import (
+    AHEAD,
+    JUDGED,
+    OPEN_ENDED,
+    GuessedBatch,
+    PlannedStep,
+    RowStates,
+)
 
-_BLOCK = 128
+_JUDGED, _AHEAD, _OPEN_ENDED = map(tl.constexpr, (JUDGED, AHEAD, OPEN_ENDED))
+_BLOCK = 32  # tokens or lines of a row that a program looks at together
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_lines"])
-def _following_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "num_lines", "num_rows"])
+def _judge_kernel(
+    drawn,  # [S]
     input_ids,  # [T], -1 - r = entry r of the table
     lines,  # [S], if HAS_LINES
     table,  # [entries]
-    found,  # [S], output
-    num_tokens,
-    num_lines,
-    HAS_LINES: tl.constexpr,
-    N: tl.constexpr,
-):
-    line = tl.program_id(0) * N + tl.arange(0, N)
-    is_real = line < num_lines
-    place = tl.load(lines + line, mask=is_real, other=0) if HAS_LINES else line
-    token = tl.minimum(place + 1, num_tokens - 1)
-    given = tl.load(input_ids + token, mask=is_real, other=0)
-    looked_up = tl.load(table + (-1 - given), mask=is_real & (given < 0), other=0)
-    tl.store(found + line, tl.where(given >= 0, given, looked_up), mask=is_real)
-
-
-@triton.jit(do_not_specialize=["num_guessed", "num_rows"])
-def _accept_kernel(
-    drawn,  # [S]
-    following,  # [S]
-    rows,  # int64 [G]
-    lines,  # int64 [G, WIDTH]
-    counts,  # int64 [G]
+    rows,  # [R], device rows
+    kinds,  # [R]
+    cu_lines,  # [R + 1]
     shortfalls,  # [num_rows], output
     samples,  # [WIDTH, num_rows], output
     newest,  # [num_rows], output
-    num_guessed,
+    left,  # [2, S], output
+    num_tokens,
+    num_lines,
     num_rows,
+    HAS_LINES: tl.constexpr,
     WIDTH: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr,  # WIDTH or more
 ):
-    guess = tl.program_id(0) * N + tl.arange(0, N)
-    is_real = guess < num_guessed
-    row = tl.load(rows + guess, mask=is_real, other=0)
-    count = tl.load(counts + guess, mask=is_real, other=1).to(tl.int32)
-    last = tl.zeros([N], dtype=tl.int32)
-    given = tl.zeros([N], dtype=tl.int32)
-    counts_on = is_real  # all drafts before are right
-    for place in tl.static_range(WIDTH):
-        line = tl.load(lines + guess * WIDTH + place, mask=is_real, other=0)
-        sample = tl.load(drawn + line, mask=is_real, other=-1)
-        draft = tl.load(following + line, mask=is_real, other=-1)
-        tl.store(samples + place * num_rows + row, tl.maximum(sample, 0), mask=is_real)
-        is_token = counts_on & (sample >= 0)
-        last = tl.where(is_token, sample, last)
-        given += is_token.to(tl.int32)
-        counts_on = is_token & (sample == draft) & (place < count - 1)
-    tl.store(shortfalls + row, count - tl.maximum(given, 1), mask=is_real)
-    tl.store(newest + row, last, mask=is_real)
+    in_step = tl.program_id(0)
+    first = tl.load(cu_lines + in_step)
+    count = tl.load(cu_lines + in_step + 1) - first
+    place = tl.arange(0, N)
+    is_line = place < count
+    line = first + tl.minimum(place, count - 1)  # behind a row's last line that one again
+    is_judged = (tl.load(kinds + in_step) & _JUDGED) > 0
+    is_read = is_line | (is_judged & (place < WIDTH))
+    sample = tl.load(drawn + line, mask=is_read, other=-1)
+    token = (tl.load(lines + line, mask=is_line, other=0) if HAS_LINES else line) + 1
+    given_id = tl.load(input_ids + tl.minimum(token, num_tokens - 1), mask=is_line, other=0)
+    looked_up = tl.load(table + (-1 - given_id), mask=is_line & (given_id < 0), other=0)
+    draft = tl.where(given_id >= 0, given_id, looked_up)
+    tl.store(left + line, sample, mask=is_line)
+    tl.store(left + num_lines + line, draft, mask=is_line)
+    if is_judged:
+        row = tl.load(rows + in_step)
+        is_right = (sample >= 0) & (sample == draft) & (place < count - 1)
+        num_right = tl.min(tl.where(is_right, N, place))  # the last one has no draft
+        last = tl.sum(tl.where(place == num_right, sample, 0))
+        before = tl.sum(tl.where(place == num_right - 1, sample, 0))
+        num_given = tl.maximum(num_right + (last >= 0).to(tl.int32), 1)
+        tl.store(shortfalls + row, count - num_given)
+        tl.store(newest + row, tl.maximum(tl.where(last >= 0, last, before), 0))
+        tl.store(samples + place * num_rows + row, tl.maximum(sample, 0), mask=place < WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_lines"])
+@triton.jit
 def _move_kernel(
     num_keys,  # [R], changed
     positions,  # [T or more], changed
     slots,  # [T or more], changed
-    lines,  # [S], changed if MOVES_LINES
+    lines,  # [S], changed
     cu_blocks,  # [R + 1]
     block_ids,  # [N]
-    rows,  # int64 [R], device rows
-    line_rows,  # int64 [S]
-    ends,  # int64 [S]
-    places,  # int64 [T]
-    token_rows,  # int64 [T]
+    rows,  # [R], device rows
+    kinds,  # [R]
+    num_new,  # [R]
+    cu_tokens,  # [R + 1]
+    cu_lines,  # [R + 1]
     shortfalls,  # [max_rows + 1]
     behind,  # [S], output
-    num_rows,
-    num_tokens,
-    num_lines,
-    MOVES_LINES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Element i of the grid is row i, line i and token i; none of these reads what others write."""
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    is_row, is_line, is_token = at < num_rows, at < num_lines, at < num_tokens
-    row = tl.load(rows + at, mask=is_row, other=0)
-    keys = tl.load(num_keys + at, mask=is_row, other=0)
-    tl.store(num_keys + at, keys - tl.load(shortfalls + row, mask=is_row, other=0), mask=is_row)
-    line_row = tl.load(line_rows + at, mask=is_line, other=0)
-    tl.store(behind + at, tl.load(shortfalls + line_row, mask=is_line, other=0), mask=is_line)
-    if MOVES_LINES:
-        end = tl.load(ends + at, mask=is_line, other=0)
-        line = tl.load(lines + at, mask=is_line, other=0)
-        line -= tl.load(shortfalls + end, mask=is_line, other=0)
-        tl.store(lines + at, line, mask=is_line)
-    place = tl.load(places + at, mask=is_token, other=0)
-    in_step = tl.load(token_rows + at, mask=is_token, other=0)
-    of_row = tl.load(rows + in_step, mask=is_token, other=0)
-    position = tl.load(positions + place, mask=is_token, other=0)
-    position -= tl.load(shortfalls + of_row, mask=is_token, other=0)
-    first = tl.load(cu_blocks + in_step, mask=is_token, other=0)
-    block = tl.load(block_ids + first + position // BLOCK_SIZE, mask=is_token, other=0)
-    tl.store(positions + place, position, mask=is_token)
-    tl.store(slots + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_token)
+    in_step = tl.program_id(0)
+    kind = tl.load(kinds + in_step)
+    is_moved = (kind & (_AHEAD + _OPEN_ENDED)) > 0
+    shortfall = tl.load(shortfalls + tl.load(rows + in_step), mask=is_moved, other=0)
+    end_line = tl.load(cu_lines + in_step + 1)
+    for start in range(tl.load(cu_lines + in_step), end_line, N):
+        line = start + tl.arange(0, N)
+        is_line = line < end_line
+        tl.store(behind + line, shortfall, mask=is_line)
+        if (kind & _OPEN_ENDED) > 0:
+            token = tl.load(lines + line, mask=is_line, other=0)
+            tl.store(lines + line, token - shortfall, mask=is_line)
+    if (kind & _AHEAD) > 0:
+        tl.store(num_keys + in_step, tl.load(num_keys + in_step) - shortfall)
+        own_blocks = block_ids + tl.load(cu_blocks + in_step)
+        end = tl.load(cu_tokens + in_step + 1)
+        for start in range(end - tl.load(num_new + in_step), end, N):
+            place = start + tl.arange(0, N)
+            is_token = place < end
+            position = tl.load(positions + place, mask=is_token, other=0) - shortfall
+            block = tl.load(own_blocks + position // BLOCK_SIZE, mask=is_token, other=0)
+            tl.store(positions + place, position, mask=is_token)
+            tl.store(slots + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_token)
 
 
-def following(input_ids: Tensor, lines: Tensor | None, num_lines: int, table: Tensor) -> Tensor:
-    """As `kernels.guesses.following`, all on one GPU."""
-    found = torch.empty(num_lines, dtype=torch.int32, device=input_ids.device)
-    has_lines = lines is not None
-    _following_kernel[(triton.cdiv(num_lines, _BLOCK),)](
-        input_ids,
-        lines if has_lines else input_ids,
-        table,
-        found,
-        len(input_ids),
-        num_lines,
-        HAS_LINES=has_lines,
-        N=_BLOCK,
-    )
-    return found
-
-
-def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowStates) -> None:
-    """As `kernels.guesses.accept`, all on one GPU."""
-    num_guessed, width = guessed.lines.shape
-    _accept_kernel[(triton.cdiv(num_guessed, _BLOCK),)](
+def judge(
+    drawn: Tensor,
+    input_ids: Tensor,
+    lines: Tensor | None,
+    table: Tensor,
+    guessed: GuessedBatch,
+    states: RowStates,
+) -> Tensor:
+    """As `kernels.guesses.judge`, all on one GPU; no row has more lines than `samples` has."""
+    num_lines, width = guessed.num_lines, len(states.samples)
+    left = torch.empty((2, num_lines), dtype=torch.int32, device=drawn.device)
+    _judge_kernel[(len(guessed.rows),)](
         drawn,
-        following,
+        input_ids,
+        input_ids if lines is None else lines,
+        table,
         guessed.rows,
-        guessed.lines,
-        guessed.counts,
+        guessed.kinds,
+        guessed.cu_lines,
         states.shortfalls,
         states.samples,
         states.newest,
-        num_guessed,
+        left,
+        len(input_ids),
+        num_lines,
         len(states.shortfalls),
+        HAS_LINES=lines is not None,
         WIDTH=width,
-        N=_BLOCK,
+        N=triton.next_power_of_2(width),
+        num_warps=1,
     )
+    return left
 
 
-def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: int) -> Tensor:
+def move(
+    planned: PlannedStep, guessed: GuessedBatch, shortfalls: Tensor, block_size: int
+) -> Tensor:
     """As `kernels.guesses.move`, all on one GPU."""
-    num_rows, num_places, num_lines = len(moves.rows), len(moves.places), len(moves.lines)
-    behind = torch.empty(num_lines, dtype=torch.int32, device=shortfalls.device)
-    lines = planned.lines
-    most = max(num_rows, num_places, num_lines)
-    _move_kernel[(triton.cdiv(most, _BLOCK),)](
+    behind = torch.empty(guessed.num_lines, dtype=torch.int32, device=shortfalls.device)
+    _move_kernel[(len(guessed.rows),)](
         planned.num_keys,
         planned.positions,
         planned.slots,
-        planned.num_keys if lines is None else lines,
+        planned.lines,
         planned.cu_blocks,
         planned.block_ids,
-        moves.rows,
-        moves.lines,
-        moves.ends,
-        moves.places,
-        moves.token_rows,
+        guessed.rows,
+        guessed.kinds,
+        guessed.num_new,
+        guessed.cu_tokens,
+        guessed.cu_lines,
         shortfalls,
         behind,
-        num_rows,
-        num_places,
-        num_lines,
-        MOVES_LINES=lines is not None,
         BLOCK_SIZE=block_size,
         N=_BLOCK,
+        num_warps=1,
     )
     return behind

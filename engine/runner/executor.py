@@ -207,8 +207,9 @@ class Executor:
     def look_up_drafts(self, rules: NgramRules) -> None:
         """Find drafts that plans leave to the device in the rows' texts; with drafts allowed."""
         rows = GuessedRows(self._table, self._max_row_samples)
-        texts = RowTexts(rows, self._table, max_len=self._max_model_len, rules=rules)
-        self.guesses = StepGuesses(rows, self._table, self._passes.attention, look_up=texts.look_up)
+        drafts, max_len = self._table.entries, self._max_model_len
+        texts = RowTexts(rows.states, drafts, max_len=max_len, rules=rules)
+        self.guesses = StepGuesses(rows, self._table, self._passes.attention, texts=texts)
 
     def bytes_to_look_up_drafts(self, rules: NgramRules) -> int:
         """Memory that `look_up_drafts` takes on the device."""
@@ -530,10 +531,12 @@ class Executor:
             buffers,
             padded_to=padded_to,
             max_few_tokens=self._passes.attention.max_few_tokens,
+            is_guessed=self.guesses is not None,
+            extra=self.guesses.to_send if self.guesses else None,
         )
         if self.guesses is None:
             return batch
-        return self.guesses.move(plan, batch, buffers, self.layout.block_size)
+        return self.guesses.prepare(plan, batch, buffers, self.layout.block_size)
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:
         return StepBuffers(

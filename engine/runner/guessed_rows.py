@@ -13,7 +13,7 @@ The states of the target's rows are shared: its executor writes them, that of th
 reads them, and leaves its drafts in the target's table of tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -22,15 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.tables import concat_ranges
 from engine.plan import StepPlan
 from engine.runner.inputs import InputBatch
 from engine.runner.results import StepTensors
+from engine.runner.row_texts import PackedChanges, RowTexts
 from engine.runner.step_buffers import StepBuffers
-from engine.sampling.staging import Staging
 from kernels.attention.phased import Phases
-from kernels.guessed_steps import GuessedLines, PlannedStep, RowMoves, RowStates
-from kernels.guesses import accept, following, move
+from kernels.guessed_steps import PlannedStep, RowStates
+from kernels.guesses import judge, move
 
 
 class TokenTable:
@@ -65,30 +64,20 @@ class GuessedRows:
     def __init__(self, table: TokenTable, max_samples: int) -> None:
         """table: of the target. max_samples: of a row in a step."""
         newest = table.newest
-        self._states = RowStates(
+        self.states = RowStates(
             shortfalls=torch.zeros_like(newest),
             samples=newest.new_zeros((max_samples, len(newest))),
             newest=newest,
         )
-        self._staging = Staging(newest.device)
-        # Changes samples [S] before they are judged by what follows them [S]; for measurements.
-        self.overrule: Callable[[Tensor, Tensor, GuessedLines], None] | None = None
-
-    @property
-    def samples(self) -> Tensor:
-        """[max_samples, max_rows + 1]  as of `RowStates`."""
-        return self._states.samples
-
-    @property
-    def shortfalls(self) -> Tensor:
-        """[max_rows + 1]  as of `RowStates`."""
-        return self._states.shortfalls
+        # Changes samples [S] of a batch, whose input ids are looked up in a table, before they are
+        # judged; for measurements.
+        self.overrule: Callable[[Tensor, InputBatch, Tensor], None] | None = None
 
     def true_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with true numbers; waits for the device."""
         if not (plan.ahead or plan.open_ended):
             return plan
-        shortfalls = self._states.shortfalls.tolist()
+        shortfalls = self.states.shortfalls.tolist()
         behind = [shortfalls[row] for row in plan.rows]
         num_computed, num_new = list(plan.num_computed_tokens), list(plan.num_new_tokens)
         drafts = dict(plan.drafts)
@@ -113,62 +102,29 @@ class GuessedRows:
         """Queue that `batch`, just written to `buffers` for `plan`, is moved to true positions."""
         if not (plan.ahead or plan.open_ended):
             return batch
-        shortfalls = self._states.shortfalls
-        no_row = len(shortfalls) - 1
-        is_open = _is_among(batch.plan_rows, plan.open_ended)
-        is_guessed = is_open | _is_among(batch.plan_rows, plan.ahead)
-        moving = np.where(is_guessed & ~is_open, batch.rows, no_row)  # [R]
-        num_new = batch.attention.num_new_tokens
-        sent = self._staging.send(
-            moving,
-            np.where(is_guessed, batch.rows, no_row)[batch.sampling],
-            np.where(is_open, batch.rows, no_row)[batch.sampling],
-            concat_ranges(batch.first_tokens, num_new),
-            np.repeat(np.arange(batch.num_rows), num_new),
-        )
-        of_rows, of_lines, ends, places, token_rows = sent
+        assert batch.guessed is not None, "written with every step that has such rows"
         rows = batch.attention.device_rows
         planned = PlannedStep(
             num_keys=rows.num_keys,
             positions=batch.positions,
             slots=batch.slots,
-            lines=buffers.on_device("logit_indices", len(ends)) if plan.open_ended else None,
+            lines=buffers.on_device("logit_indices", batch.guessed.num_lines),
             cu_blocks=rows.cu_blocks,
             block_ids=rows.block_ids,
         )
-        moves = RowMoves(
-            rows=of_rows, lines=of_lines, ends=ends, places=places, token_rows=token_rows
-        )
-        return msgspec.structs.replace(batch, behind=move(planned, moves, shortfalls, block_size))
+        behind = move(planned, batch.guessed, self.states.shortfalls, block_size)
+        return msgspec.structs.replace(batch, behind=behind)
 
-    def accept(self, plan: StepPlan, batch: InputBatch, drawn: Tensor, table: Tensor) -> Tensor:
-        """Queue what a step with drafts makes of its rows; returns what follows each line, [S].
+    def judge(self, batch: InputBatch, drawn: Tensor, table: Tensor) -> Tensor:
+        """Queue what a step with drafts makes of its rows; returns [2, S] as `kernels.guesses`.
 
         drawn: [S]. table: which the step's input ids were looked up in.
         """
-        follows = following(batch.input_ids, batch.logit_indices, len(drawn), table)
-        guessed = self._lines_of(plan, batch)
+        assert batch.guessed is not None, "written with every step that has drafts"
         if self.overrule is not None:
-            self.overrule(drawn, follows, guessed)
-        accept(drawn, follows, guessed, self._states)
-        return follows
-
-    def _lines_of(self, plan: StepPlan, batch: InputBatch) -> GuessedLines:
-        is_guessed = _is_among(batch.plan_rows, [index for index, _ in plan.drafts])
-        (chosen,) = np.nonzero(is_guessed)
-        nums = np.bincount(batch.sampling, minlength=batch.num_rows)
-        ends, counts = nums.cumsum()[chosen], nums[chosen]
-        within = np.minimum(np.arange(len(self.samples)), counts[:, None] - 1)
-        lines = (ends - counts)[:, None] + within
-        rows, on_device, num_lines = self._staging.send(batch.rows[chosen], lines, counts)
-        return GuessedLines(rows=rows, lines=on_device, counts=num_lines)
-
-
-def _is_among(plan_rows: NDArray[np.int64], indices: Sequence[int]) -> NDArray[np.bool_]:
-    """[R]  whether each row of a batch is one of these in the plan; faster than `np.isin`."""
-    is_one = np.zeros(len(plan_rows), dtype=np.bool_)
-    is_one[list(indices)] = True
-    return is_one[plan_rows]
+            self.overrule(drawn, batch, table)
+        ids, lines = batch.input_ids, batch.logit_indices
+        return judge(drawn, ids, lines, table, batch.guessed, self.states)
 
 
 class StepGuesses:
@@ -181,30 +137,39 @@ class StepGuesses:
         attention: Phases,
         *,
         drafts_for: TokenTable | None = None,
-        look_up: Callable[[StepPlan], None] | None = None,
+        texts: RowTexts | None = None,
     ) -> None:
         """table: of this executor. drafts_for: the target's table; None = this is the target.
 
-        look_up: as of `engine.runner.row_texts`; None = no draft is looked up.
+        texts: where drafts are looked up; None = none is.
         """
         self.rows = rows
         self._table = table
         self._attention = attention
         self._drafts_for = drafts_for
-        self._look_up = look_up
+        self._texts = texts
+        self._changes: PackedChanges | None = None  # of the step that is launched; None = not sent
 
     def fetch(self, plan: StepPlan) -> StepPlan:
         """The plan to run, after what the target left of its step in flight was fetched."""
-        if self._look_up is not None:
-            self._look_up(plan)
+        self._changes = self._texts.changes_of(plan) if self._texts is not None else None
         if plan.open_ended:
-            self._table.entries.copy_(self.rows.samples)
+            self._table.entries.copy_(self.rows.states.samples)
         return plan if self._attention.reads_lengths_on_device else self.rows.true_plan(plan)
 
-    def move(
+    @property
+    def to_send(self) -> NDArray[np.int32] | None:
+        """What has to reach the device with the inputs of the step; None = nothing."""
+        return None if self._changes is None else self._changes.packed
+
+    def prepare(
         self, plan: StepPlan, batch: InputBatch, buffers: StepBuffers, block_size: int
     ) -> InputBatch:
-        """As `GuessedRows.move`."""
+        """Queue lookups of drafts, and that `batch`, just sent, is moved to true positions."""
+        if self._changes is not None and self._texts is not None:
+            assert batch.extra is not None, "sent with the batch"
+            self._texts.look_up(self._changes.on_device(batch.extra))
+            self._changes = None
         return self.rows.move(plan, batch, buffers, block_size)
 
     def settle(self, plan: StepPlan, batch: InputBatch, left: StepTensors) -> StepTensors:
@@ -212,8 +177,7 @@ class StepGuesses:
         if not plan.drafts or self._drafts_for is not None:
             return left
         assert left.drawn is not None, "rows with drafts sample"
-        follows = self.rows.accept(plan, batch, left.drawn, self._table.flat)
-        return replace(left, following=follows)
+        return replace(left, judged=self.rows.judge(batch, left.drawn, self._table.flat))
 
     def give(self, place: int) -> None:
         """See `Executor.give_drafts`."""

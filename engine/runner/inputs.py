@@ -22,6 +22,7 @@ from engine.runner.graph_sizes import GraphSize
 from engine.runner.request_rows import RequestRows
 from engine.runner.step_buffers import HostFields, StepBuffers, row_tensors
 from kernels.attention.protocol import AttentionStep
+from kernels.guessed_steps import AHEAD, JUDGED, OPEN_ENDED, GuessedBatch
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,10 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     logit_indices: Tensor | None
     # [S] int32  tokens that come before each of these and were planned but do not; None = all do
     behind: Tensor | None = None
+    # Its rows for who judges drafts and moves rows; None = it has no such row.
+    guessed: GuessedBatch | None = None
+    # int32 [E]  what was sent with it
+    extra: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -95,12 +100,15 @@ def write_input_batch(
     *,
     padded_to: GraphSize | None = None,
     max_few_tokens: int = 1,
+    is_guessed: bool = False,
+    extra: NDArray[np.int32] | None = None,
 ) -> InputBatch:
     """Write and send a step's inputs; the plan's admissions and new blocks must be applied.
 
     `plan` has at least one row. `padded_to`: arrange the rows as a graph of that size expects
     them. Its unused part becomes padding: token 0, and nothing is written to the KV store.
-    `max_few_tokens`: rows of up to so many new tokens come before longer ones.
+    `max_few_tokens`: rows of up to so many new tokens come before longer ones. `is_guessed`: the
+    device judges drafts and moves rows. `extra`: as of `StepBuffers.send`.
     """
     rows = _rows_of(plan, padded_to.span_tokens if padded_to else None, max_few_tokens)
     _check(plan, rows, request_rows, block_tables, layout)
@@ -109,7 +117,13 @@ def write_input_batch(
     block_ids = block_tables.flatten(rows.rows, num_blocks)
     fields = _begin(buffers, rows, cu_blocks, block_ids, padded_to)
     _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
-    return _send(buffers, rows, cu_blocks, block_ids, padded_to)
+    has_guesses = is_guessed and bool(plan.drafts or plan.ahead or plan.open_ended)
+    if has_guesses:
+        _write_guesses(fields, plan, rows)
+    batch = _send(buffers, rows, cu_blocks, block_ids, padded_to, extra)
+    if not has_guesses:
+        return batch
+    return msgspec.structs.replace(batch, guessed=_guessed_batch(buffers, rows))
 
 
 def write_idle_batch(buffers: StepBuffers, *, padded_to: GraphSize | None = None) -> InputBatch:
@@ -160,11 +174,13 @@ def _send(
     cu_blocks: NDArray[np.int64],
     block_ids: NDArray[np.int32],
     padded_to: GraphSize | None,
+    extra: NDArray[np.int32] | None = None,
 ) -> InputBatch:
     """Send what was written."""
     num_rows, num_tokens, num_sampled = len(rows.rows), rows.end_token, len(rows.sampling)
     # Padding rows have at most one block each, and only in a grid.
-    buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
+    num_block_ids = len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0)
+    on_device = buffers.send(num_block_ids, extra)
     return InputBatch(
         plan_rows=rows.plan_rows,
         rows=rows.rows,
@@ -187,6 +203,7 @@ def _send(
         logit_indices=(
             buffers.on_device("logit_indices", num_sampled) if num_sampled < num_tokens else None
         ),
+        extra=on_device,
     )
 
 
@@ -263,6 +280,33 @@ def _write_rows(fields: HostFields, rows: _Rows) -> None:
     if rows.num_after is not None:
         last_tokens -= rows.num_after
     fields["logit_indices"][:num_sampled] = last_tokens
+
+
+def _write_guesses(fields: HostFields, plan: StepPlan, rows: _Rows) -> None:
+    """Write the fields of rows whose drafts the device judges, or that it moves."""
+    num_rows = len(rows.rows)
+    kinds = np.zeros(num_rows, dtype=np.int32)
+    kinds[[index for index, _ in plan.drafts]] = JUDGED
+    kinds[plan.ahead] |= AHEAD
+    kinds[plan.open_ended] |= OPEN_ENDED
+    fields["device_rows"][:num_rows] = rows.rows
+    fields["guess_kinds"][:num_rows] = kinds[rows.plan_rows]
+    fields["num_new"][:num_rows] = rows.num_new
+    cu_lines = fields["cu_lines"][: num_rows + 1]
+    cu_lines[0] = 0
+    np.cumsum(rows.num_samples, out=cu_lines[1:])
+
+
+def _guessed_batch(buffers: StepBuffers, rows: _Rows) -> GuessedBatch:
+    num_rows = len(rows.rows)
+    return GuessedBatch(
+        rows=buffers.on_device("device_rows", num_rows),
+        kinds=buffers.on_device("guess_kinds", num_rows),
+        num_new=buffers.on_device("num_new", num_rows),
+        cu_tokens=buffers.on_device("cu_tokens", num_rows + 1),
+        cu_lines=buffers.on_device("cu_lines", num_rows + 1),
+        num_lines=len(rows.sampling),
+    )
 
 
 def _write_tokens(

@@ -120,16 +120,17 @@ class StepSlot:
 
     def __init__(self, max_samples: int, device: torch.device) -> None:
         self.timer = StepTimer(device)
-        self._drawn = torch.zeros(max_samples, dtype=torch.int32, pin_memory=device.type == "cuda")
+        size, is_pinned = 2 * max_samples, device.type == "cuda"
+        self._tokens = torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned)
 
-    def copy_drawn(self, drawn: Tensor) -> None:
-        """Queue the copy of int32 [S] to the host; complete when the stream reaches it."""
-        self._drawn[: len(drawn)].copy_(drawn, non_blocking=True)
+    def copy_tokens(self, tokens: Tensor) -> None:
+        """Queue the copy of int32 [S] or [2, S] to the host; complete when the stream is there."""
+        self._tokens[: tokens.numel()].copy_(tokens.view(-1), non_blocking=True)
 
-    def drawn(self, num_sampled: int) -> NDArray[np.int32]:
-        """[S]  the tokens copied last, once that copy is complete; a view of the slot's memory."""
-        values: NDArray[np.int32] = self._drawn.numpy()
-        return values[:num_sampled]
+    def tokens(self, number: int) -> NDArray[np.int32]:
+        """The first so many tokens copied last, once that copy is complete; the slot's memory."""
+        values: NDArray[np.int32] = self._tokens.numpy()
+        return values[:number]
 
 
 class StepSlots:
@@ -163,9 +164,9 @@ class StepTensors:
     drawn: Tensor | None
     # [T] bool; None = checking the sampled rows' logits suffices
     is_finite_token: Tensor | None
-    # [S] int32  the token after each sample's in the step, a draft unless it is the row's last;
-    # None = the plan has all drafts
-    following: Tensor | None = None
+    # [2, S] int32  `drawn`, and the token after each sample's in the step, a draft unless it is the
+    # row's last; None = the plan has all drafts
+    judged: Tensor | None = None
     # For the few rows that ask for them; None = there is none.
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
@@ -192,15 +193,16 @@ class PendingStep:
         self._batch = batch
         self._slots = slots
         self._slot = slot
-        if left.drawn is not None:
-            slot.copy_drawn(left.drawn)
-        self._following = None if left.following is None else _to_host(left.following)
+        if (tokens := left.drawn if left.judged is None else left.judged) is not None:
+            slot.copy_tokens(tokens)
+        self._is_judged = left.judged is not None
         self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
         self._labels = left.labels.map(_to_host) if left.labels else None
         self._embeddings = None if left.embeddings is None else _to_host(left.embeddings)
         self._prompt = left.prompt.map(_to_host) if left.prompt else None
         self._written = left.written
-        self._drawn: NDArray[np.int32] | None = None  # [S]  once the step was waited for
+        # [S], or 2 S, drawn and following, of a step that was judged; once it was waited for
+        self._tokens: NDArray[np.int32] | None = None
         flags = left.is_finite_token
         self._is_finite_token = None if flags is None else _to_host(flags)
         slot.timer.stop()
@@ -216,7 +218,7 @@ class PendingStep:
         May be called after `wait`: a rank that follows ends its steps when it likes. Returns a
         token for each of `rows`, or what stands in place of one.
         """
-        if self._drawn is None:
+        if self._tokens is None:
             self._slot.timer.wait()
         drawn = self._take_drawn().tolist()
         by_row = dict(zip(self._batch.sampled_row_list, drawn, strict=True))
@@ -258,9 +260,13 @@ class PendingStep:
 
     def _take_drawn(self) -> NDArray[np.int32]:
         """[S]  what the step, which has ended, drew; its slot may be another step's afterwards."""
-        if self._drawn is None:
-            self._drawn = self._slot.drawn(len(self._batch.sampling)).copy()
-        return self._drawn
+        return self._take_tokens()[: len(self._batch.sampling)]
+
+    def _take_tokens(self) -> NDArray[np.int32]:
+        if self._tokens is None:
+            number = len(self._batch.sampling) * (2 if self._is_judged else 1)
+            self._tokens = self._slot.tokens(number).copy()
+        return self._tokens
 
     def _with_drafts(self, duration_s: float) -> StepResult:
         """The result of a step in which some rows have drafts, and perhaps several samples."""
@@ -310,9 +316,8 @@ class PendingStep:
 
         starts, nums: [R] by plan row, the lines of each.
         """
-        if self._following is not None:
-            following: NDArray[np.int32] = self._following.numpy()
-            return following
+        if self._is_judged:
+            return self._take_tokens()[len(self._batch.sampling) :]
         found = np.full(len(self._batch.sampling), NO_DRAFT, dtype=np.int32)
         lines = list(zip(starts.tolist(), nums.tolist(), strict=True))
         for place, drafts in self._plan.drafts:

@@ -14,13 +14,11 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from engine.kv.tables import concat_ranges
 from engine.plan import NEWEST, StepPlan
-from engine.runner.guessed_rows import GuessedRows, TokenTable
-from engine.sampling.staging import Staging
 from engine.speculation.ngram import END, NgramRules
-from kernels.guessed_steps import RowEnds
+from kernels.guessed_steps import RowStates, TextChanges
 from kernels.ngrams import look_up
 
 
@@ -29,54 +27,60 @@ def text_bytes(max_rows: int, max_len: int, rules: NgramRules) -> int:
     return 4 * (max_rows + 1) * (rules.quote_tokens + max_len)
 
 
+class PackedChanges:
+    """What a plan changes in the texts, as `TextChanges` on the host, to be sent."""
+
+    def __init__(self, packed: NDArray[np.int32], num_rows: int, num_pieces: int) -> None:
+        self.packed = packed
+        self._num_rows = num_rows
+        self._num_pieces = num_pieces
+
+    def on_device(self, packed: Tensor) -> TextChanges:
+        """packed: a copy of these there."""
+        return TextChanges(packed=packed, num_rows=self._num_rows, num_pieces=self._num_pieces)
+
+
 class RowTexts:
     """Texts of a target's rows, and the lookups of its own drafts in them."""
 
     def __init__(
-        self, rows: GuessedRows, table: TokenTable, *, max_len: int, rules: NgramRules
+        self, states: RowStates, drafts: Tensor, *, max_len: int, rules: NgramRules
     ) -> None:
-        """table: gets the drafts. max_len: tokens of a row."""
-        device = table.flat.device
+        """states: of the rows. drafts: [E, max_rows + 1], written. max_len: tokens of a row."""
         self._num_quoted = rules.quote_tokens
-        shape = len(table.newest), self._num_quoted + max_len
-        self._texts = torch.full(shape, END, dtype=torch.int32, device=device)
-        self._rows = rows
-        self._drafts = table.entries
+        shape = len(states.newest), self._num_quoted + max_len
+        self._texts = torch.full(shape, END, dtype=torch.int32, device=drafts.device)
+        self._states = states
+        self._drafts = drafts
         self._match = {"min_match": rules.min_match, "max_match": rules.max_match}
-        self._staging = Staging(device)
 
-    def look_up(self, plan: StepPlan) -> None:
-        """Queue the lookups of the rows in `plan` whose drafts are `given`.
+    def changes_of(self, plan: StepPlan) -> PackedChanges | None:
+        """What the rows in `plan` whose drafts are `given` get; None = there is no such row.
 
         plan: as the host made it; what it is behind is known on the device.
         """
         found = [(index, its) for index, its in plan.drafts if its and its[-1] < NEWEST]
         if not found:
-            return
-        of_plan = [index for index, _ in found]
-        rows = np.array(plan.rows, dtype=np.int64)[of_plan]
-        lengths = np.array(plan.num_computed_tokens, dtype=np.int64)[of_plan] + 1
-        lengths += self._num_quoted
-        in_flight = np.array([its.count(NEWEST) for _, its in found], dtype=np.int64)
-        within = concat_ranges(np.zeros_like(in_flight), in_flight)
-        sampling = np.repeat(rows, in_flight)
-        owners, places, told = self._told(plan)
-        owners = np.concatenate([owners, sampling])
-        places = np.concatenate([places, np.repeat(lengths - in_flight, in_flight) + within])
-        # One copy for all: each takes longer than what it copies.
-        sent = self._staging.send(rows, lengths, owners, places, told, sampling, within)
-        device_rows, ends, of_tokens, positions, tokens, of_samples, samples = sent
-        tokens = torch.cat([tokens, self._rows.samples[samples, of_samples]])
-        self._texts[of_tokens, positions] = tokens
-        row_ends = RowEnds(rows=device_rows, lengths=ends, shortfalls=self._rows.shortfalls)
-        look_up(self._texts, row_ends, self._drafts, **self._match)
+            return None
+        of_row: dict[int, list[tuple[int, list[int]]]] = {}
+        for row, start, token_ids in plan.texts:
+            of_row.setdefault(row, []).append((start + self._num_quoted, token_ids))
+        heads: list[int] = []
+        pieces: list[int] = []
+        texts: list[list[int]] = []
+        num_told = 0
+        for index, its in found:
+            row, num_known = plan.rows[index], plan.num_computed_tokens[index] + 1
+            heads += (row, self._num_quoted + num_known, its.count(NEWEST), len(texts))
+            for start, token_ids in of_row.pop(row, ()):
+                pieces += (start, num_told, len(token_ids))
+                texts.append(token_ids)
+                num_told += len(token_ids)
+        assert not of_row, f"step {plan.step}: texts of rows without drafts in them: {of_row}"
+        heads += (0, 0, 0, len(texts))
+        packed = np.array([*heads, *pieces, *chain.from_iterable(texts)], dtype=np.int32)
+        return PackedChanges(packed, len(found), len(texts))
 
-    def _told(
-        self, plan: StepPlan
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Row, place in its text and id of each token in `plan.texts`."""
-        counts = np.array([len(token_ids) for _, _, token_ids in plan.texts], dtype=np.int64)
-        starts = np.array([start for _, start, _ in plan.texts], dtype=np.int64) + self._num_quoted
-        owners = np.repeat(np.array([row for row, _, _ in plan.texts], dtype=np.int64), counts)
-        ids = list(chain.from_iterable([token_ids for _, _, token_ids in plan.texts]))
-        return owners, concat_ranges(starts, counts), np.array(ids, dtype=np.int32)
+    def look_up(self, changes: TextChanges) -> None:
+        """Queue these changes and the lookups behind them."""
+        look_up(self._texts, changes, self._states, self._drafts, **self._match)

@@ -1,10 +1,12 @@
 """The memory of a step's inputs: all integers in one buffer, written on the host, sent in one copy.
 
     cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | sampled_lines [S]
-    | logit_indices [S] | input_ids [T] | positions [T] | slots [T] | block_ids [N]
+    | logit_indices [S] | device_rows [R] | guess_kinds [R] | num_new [R] | cu_lines [R + 1]
+    | input_ids [T] | positions [T] | slots [T] | block_ids [N] | extra
 
 The offsets never change, so a CUDA graph may read the fields in place. The block ids come last, so
-that only the used part is sent. The host side is a ring of pinned buffers: one is written while the
+that only the used part is sent, and behind them what a single step needs besides: a copy takes the
+host longer than what it copies. The host side is a ring of pinned buffers: one is written while the
 copy of an earlier one may still be queued in the stream. Knows no plan (`inputs.py`).
 """
 
@@ -13,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.sampling.staging import Staging
 from kernels.attention.protocol import RowTensors
 
 # Copies that may be in flight while one is written: for the step that computes, and for the one
 # launched after it.
 _IN_FLIGHT = 2
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
+_MAX_EXTRA = 2**14  # int32 elements; more goes in a copy of its own
 
 
 class StepBuffers:
@@ -48,6 +52,10 @@ class StepBuffers:
             "sampled_rows": max_samples,
             "sampled_lines": max_samples,
             "logit_indices": max_samples,
+            "device_rows": max_rows,
+            "guess_kinds": max_rows,
+            "num_new": max_rows,
+            "cu_lines": max_rows + 1,
             "input_ids": max_tokens,
             "positions": max_tokens,
             "slots": max_tokens,
@@ -57,8 +65,10 @@ class StepBuffers:
         length = 0
         for name, size in sizes.items():
             self._starts[name] = length
-            length += -(-size // _ALIGNMENT) * _ALIGNMENT
+            length += _aligned(size)
+        length += _MAX_EXTRA
         self._sizes = sizes
+        self._staging = Staging(device)
         is_cuda = device.type == "cuda"
         self._ring = [
             torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
@@ -81,9 +91,21 @@ class StepBuffers:
         fields.memory[: self._num_sent] = last[: self._num_sent]
         return fields
 
-    def send(self, num_block_ids: int) -> None:
-        """Queue the copy of the current host buffer, including the block ids, to the device."""
+    def send(self, num_block_ids: int, extra: NDArray[np.int32] | None = None) -> Tensor | None:
+        """Queue the copy of the current host buffer, including the block ids, to the device.
+
+        extra: [E] of this step alone, returned as it is there.
+        """
         self._num_sent = end = self._starts["block_ids"] + num_block_ids
+        if extra is None or len(extra) > _MAX_EXTRA:
+            self._copy(end)
+            return None if extra is None else self._staging.send(extra)[0]
+        first = _aligned(end)
+        self._fields[self._turn].memory[first : first + len(extra)] = extra
+        self._copy(first + len(extra))
+        return self._sent[first : first + len(extra)]
+
+    def _copy(self, end: int) -> None:
         self._sent[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
 
     def on_device(self, name: str, size: int | None = None) -> Tensor:
@@ -99,6 +121,10 @@ class StepBuffers:
                 for name, start in self._starts.items()
             },
         )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostFields:

@@ -43,7 +43,6 @@ from typing import NamedTuple, Self
 import msgspec
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from configs.load import load_config
 from configs.schema import AppConfig
@@ -56,9 +55,9 @@ from engine.request import Request
 from engine.runner.executor import Executor as DeviceExecutor
 from engine.scheduling.contracts import StepOutput
 from engine.speculation.drafter import HostDrafter, RequestNgrams
-from kernels.guessed_steps import GuessedLines
 from load_tests.lab.devices import describe_device
 from load_tests.lab.in_process import EngineInProcess
+from load_tests.lab.overruled_samples import OverruledSamples
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES
 from load_tests.prompts import RandomPrompts
@@ -141,7 +140,7 @@ class DraftedStep(NamedTuple):
 class SyntheticAcceptance:
     """An executor whose rows with drafts get as many of them as are drawn here.
 
-    Each draft counts with `probability` if those before it count. The last token of such a row is
+    Each draft counts with one probability if those before it count. The last token of such a row is
     its first sample, as if it were the one that belongs there.
     """
 
@@ -150,9 +149,11 @@ class SyntheticAcceptance:
         self._executor = executor
         self._draw = random.Random(seed)
         self.guesses = executor.guesses if isinstance(executor, DeviceExecutor) else None
-        if self.guesses is not None:
-            self.guesses.rows.overrule = self._overrule
-        self.probability = 0.0
+        self._overruled: OverruledSamples | None = None
+        if self.guesses is not None and isinstance(executor, DeviceExecutor):
+            self._overruled = OverruledSamples(executor.model.device)
+            self.guesses.rows.overrule = self._overruled.overrule
+        self.set_probability(0.0)
         self.steps: list[DraftedStep] = []
         self.had_tokens: HostTimes | None = None  # when; None = a step was launched since
 
@@ -162,18 +163,11 @@ class SyntheticAcceptance:
         host = None if before is None else HostTimes.now() - before
         return _Accepting(plan, pending, self, host)
 
-    def _overrule(self, drawn: Tensor, following: Tensor, guessed: GuessedLines) -> None:
-        """Change samples so that as many drafts count as are drawn here, and not one more."""
-        num_rows, width = guessed.lines.shape
-        nums = [self._num_accepted(width) for _ in range(num_rows)]
-        num_right = torch.tensor(nums).pin_memory() if drawn.is_cuda else torch.tensor(nums)
-        num_right = num_right.to(drawn.device, non_blocking=True)[:, None]
-        places = torch.arange(width, device=drawn.device)
-        is_judged = places < guessed.counts[:, None] - 1
-        samples, drafts = drawn[guessed.lines], following[guessed.lines]
-        judged = torch.where(places < num_right, drafts, (drafts - 1).abs())  # or another token
-        samples = torch.where(is_judged, judged, samples)
-        drawn[guessed.lines] = samples
+    def set_probability(self, probability: float) -> None:
+        """That a draft counts if those before it do, from now on."""
+        self._probability = probability
+        if self._overruled is not None:
+            self._overruled.draw(self._num_accepted)
 
     def accept(self, plan: StepPlan, result: StepResult, host: HostTimes | None) -> StepResult:
         """`result` of a step with drafts, with other tokens for the rows that have them."""
@@ -189,7 +183,7 @@ class SyntheticAcceptance:
 
     def _num_accepted(self, num_drafts: int) -> int:
         for number in range(num_drafts):
-            if self._draw.random() >= self.probability:
+            if self._draw.random() >= self._probability:
                 return number
         return num_drafts
 
@@ -301,7 +295,7 @@ def accept_synthetically(ours: EngineInProcess, probability: float = 0.0) -> Syn
         return made[0]
 
     core.wrap_executor(wrap)
-    made[0].probability = probability
+    made[0].set_probability(probability)
     return made[0]
 
 
@@ -466,7 +460,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
         acceptance = bench.acceptance
         assert acceptance is not None
         for probability in side.probabilities:
-            acceptance.probability = probability
+            acceptance.set_probability(probability)
             bench.forget_acceptance()
             name = side.name + (f", p {probability:g}" if side.is_adaptive else "")
             for work in args.works:

@@ -40,7 +40,7 @@ from engine.runner import row_texts
 from engine.runner.forward_passes import ForwardPasses
 from engine.runner.inputs import InputBatch
 from kernels.attention.phased import Phases
-from kernels.guessed_steps import RowEnds
+from kernels.guessed_steps import RowStates, TextChanges
 from load_tests.lab.bench_accepted import save_random_weights
 from load_tests.lab.bench_scheduler import STEP_S, step_message
 from load_tests.lab.in_process import EngineInProcess
@@ -133,7 +133,15 @@ def _zeros_to_last(self: ForwardPasses, batch: InputBatch, last_tokens: Tensor) 
     return ForwardResult(hidden=hidden, is_finite=torch.ones(batch.num_tokens, dtype=torch.bool))
 
 
-def _find(texts: Tensor, ends: RowEnds, drafts: Tensor, *, min_match: int, max_match: int) -> None:
+def _find(
+    texts: Tensor,
+    changes: TextChanges,
+    states: RowStates,
+    drafts: Tensor,
+    *,
+    min_match: int,
+    max_match: int,
+) -> None:
     drafts.fill_(SAMPLED_ID)
 
 

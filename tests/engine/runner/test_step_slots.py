@@ -16,12 +16,12 @@ def test_a_slot_belongs_to_one_step_until_it_is_given_back() -> None:
     for _ in range(100):
         if len(in_flight) == 2 or (in_flight and rng.random() < 0.3):
             slot, token_ids = in_flight.pop(0)
-            assert slot.drawn(len(token_ids)).tolist() == token_ids
+            assert slot.tokens(len(token_ids)).tolist() == token_ids
             slots.give_back(slot)
         slot = slots.take()
         assert all(slot is not other for other, _ in in_flight)
         token_ids = [rng.randrange(-1, 10**5) for _ in range(rng.randrange(6))]
-        slot.copy_drawn(torch.tensor(token_ids, dtype=torch.int32))
+        slot.copy_tokens(torch.tensor(token_ids, dtype=torch.int32))
         in_flight.append((slot, token_ids))
         seen.add(id(slot))
         kept.append(slot)

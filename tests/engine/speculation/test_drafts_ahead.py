@@ -20,10 +20,10 @@ from engine.plan import NEWEST, StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes, verify_sizes
+from engine.runner.inputs import InputBatch
 from engine.scheduling.drafting import Drafting
 from engine.speculation.draft_model import DraftModel
 from kernels.attention.phased import PhasedAttention
-from kernels.guessed_steps import GuessedLines
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.speculation.eagle_heads import save_head
 from tests.engine.speculation.exact_engines import exact_arithmetic, exact_model, start_exact
@@ -398,9 +398,9 @@ def test_a_row_that_draws_nothing_begins_anew(
     engine = _start(folder, "draft_model", folder, way=way)
     numbers = count(1)
 
-    def draw_nothing(drawn: Tensor, follows: Tensor, guessed: GuessedLines) -> None:
+    def draw_nothing(drawn: Tensor, batch: InputBatch, table: Tensor) -> None:
         if next(numbers) == 2:
-            drawn[guessed.lines[:1]] = -1
+            drawn[: batch.sampling.tolist().count(0)] = -1  # the first row's lines
 
     assert engine.executor.guesses is not None
     engine.executor.guesses.rows.overrule = draw_nothing
