@@ -90,6 +90,7 @@ class StepScheduler(Protocol):
     def newest_step_s(self) -> float: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
     def catch_up(self) -> None: ...
+    def settle_drafts(self) -> None: ...
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput: ...
     def take_expired(self) -> StepOutput: ...
     def queued_work(self) -> QueuedWork: ...
@@ -156,14 +157,17 @@ class EngineCore:
 
         With a step in flight, until shortly before its predicted end: as long as planning and
         launching took lately, and some more. With none, until the end of the queue's window. 0 =
-        call `step` now. Ask again whenever something has happened.
+        call `step` now. Ask again whenever something has happened. What the last step left to do
+        for the next plan is done here.
         """
         now_s = self._clock.now_s()
         if self._in_flight:
             if not self._defers_planning or not self.scheduler.costs.is_fitted:
                 return 0.0
-            is_done = self._in_flight[-1][1].is_done
-            return 0.0 if is_done else max(0.0, self._busy_until_s - self._lead_s - now_s)
+            if self._in_flight[-1][1].is_done:
+                return 0.0
+            self.scheduler.settle_drafts()  # now it delays no token and no plan
+            return max(0.0, self._busy_until_s - self._lead_s - self._clock.now_s())
         until_s = self.scheduler.deferred_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
 

@@ -102,6 +102,7 @@ class DpScheduler:
         self._is_deferred = False
         if self._waits_for_held_rows():
             return None
+        self.settle_drafts()  # of all ranks before the first one plans: their policy is the same
         plans = run_together([scheduler.planning(now_s) for scheduler in self.of_rank])
         self._launch_passes()
         planned = [rank for rank, plan in enumerate(plans) if plan is not None]
@@ -134,6 +135,11 @@ class DpScheduler:
         """As of each `Scheduler`."""
         for scheduler in self.of_rank:
             scheduler.catch_up()
+
+    def settle_drafts(self) -> None:
+        """As of each `Scheduler`."""
+        for scheduler in self.of_rank:
+            scheduler.settle_drafts()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step of every rank that had a part in it."""

@@ -4,7 +4,8 @@
     propose drafter.propose      the drafts; after the decision if a pass of the drafter costs time
     decide  policy.plan          how many of each are verified, by the tokens left in the step
     room    RequestBlocks        blocks for them; drafts are optional and never preempt a request
-    commit  policy.observe       what the step made of them
+    commit  judge, correct       what the step made of them
+    settle  policy.observe       the policy learns of it, once the step's tokens are on their way
 
 Drafts that follow from tokens on the host hold their request: it is not planned while a step that
 computes it is in flight. With overlapped steps it therefore takes part in every other one, and if
@@ -105,6 +106,25 @@ class PlannedDrafts:
 NO_DRAFTS = PlannedDrafts()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Observation:
+    """What a committed step tells the policy."""
+
+    keys: Sequence[RequestKey]  # rows that had drafts
+    num_drafts: Sequence[int]
+    num_accepted: Sequence[int]
+    decision: StepDrafts | None  # None = nothing is told of the step itself
+    num_tokens: int = 0  # of the rows that were asked about
+    seconds: float | None = None  # as of `DraftPolicy.observe_step`
+    waited_s: float = 0.0
+
+    def tell(self, policy: DraftPolicy) -> None:
+        if self.keys:
+            policy.observe(self.keys, self.num_drafts, self.num_accepted)
+        if self.decision is not None:
+            policy.observe_step(self.decision, self.num_tokens, self.seconds, self.waited_s)
+
+
 @dataclass(slots=True, kw_only=True)
 class DraftCounts:
     """Counters since start. Position 0 is a row's first draft."""
@@ -167,11 +187,13 @@ class Drafting:
         self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
+        self._unsettled: list[_Observation] = []  # committed, and not told to the policy
 
     def use_policy(self, policy: DraftPolicy) -> None:
         """From now on `policy` decides, instead of another one; no request may be here."""
         assert self._policy is not None, "nothing drafts"
         assert not self.kept_keys(), "the old policy knows requests"
+        self.settle()
         self._policy = policy
 
     # ---- planning -------------------------------------------------------------------------------
@@ -182,6 +204,7 @@ class Drafting:
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
+        self.settle()
         in_flight = [self._num_in_flight(request) for request in requests]
         most = self._most_drafts(policy, requests, in_flight, room.max_model_len)
         found: dict[int, list[int]] = {}
@@ -467,17 +490,23 @@ class Drafting:
             advanced.append(request)
         keys, nums_drafts, nums_accepted = zip(*observed, strict=True) if observed else ((),) * 3
         self.counts.add(nums_drafts, nums_accepted)
-        if self._policy is not None:
-            if observed:
-                self._policy.observe(keys, nums_drafts, nums_accepted)
-            if planned.decision is not None:
-                self._observe_step(self._policy, planned, planned.decision, result)
+        found = _Observation(
+            keys=keys, num_drafts=nums_drafts, num_accepted=nums_accepted, decision=None
+        )
+        if planned.decision is not None:
+            found = self._of_step(found, planned, planned.decision, result)
+        if observed or planned.decision is not None:
+            self._unsettled.append(found)
         return advanced
 
-    def _observe_step(
-        self, policy: DraftPolicy, planned: PlannedDrafts, decision: StepDrafts, result: StepResult
-    ) -> None:
-        """Tell what the step took, and what the device waited before it."""
+    def _of_step(
+        self,
+        rows: _Observation,
+        planned: PlannedDrafts,
+        decision: StepDrafts,
+        result: StepResult,
+    ) -> _Observation:
+        """With what the step took, and what the device waited before it."""
         idle_s, self._idle_s = self._idle_s, 0.0
         if idle_s > 0:
             decision = replace(decision, is_holding=True)
@@ -489,7 +518,20 @@ class Drafting:
             seconds += planned.spent_s
         # The drafter works while the device waits, or is what the device computes meanwhile.
         waited_s = max(0.0, max(idle_s, self._late_s) - planned.spent_s)
-        policy.observe_step(decision, num_tokens, seconds, waited_s)
+        return replace(
+            rows, decision=decision, num_tokens=num_tokens, seconds=seconds, waited_s=waited_s
+        )
+
+    def settle(self) -> None:
+        """Tell the policy of the steps that were committed since the last time.
+
+        Nobody else needs it before the next plan, which does it if it was not done while the host
+        had nothing to do.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        if self._policy is not None:
+            for observation in unsettled:
+                observation.tell(self._policy)
 
     def read(self, requests: Iterable[Request]) -> None:
         """Prepare the next drafts of those that may have some, by their known tokens."""
@@ -516,6 +558,7 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """The request leaves for good."""
         if self._policy is not None:
+            self.settle()  # its last step counts
             self._policy.forget(request.key)
         self._num_misses.pop(request.key, None)
         self._num_rest_steps.pop(request.key, None)
@@ -525,6 +568,7 @@ class Drafting:
         """None = there is no drafter."""
         if self._policy is None:
             return None
+        self.settle()
         counts, found = self.counts, self._policy.statistics()
         load = SpeculationLoad(
             num_drafts=counts.num_drafted,

@@ -225,6 +225,10 @@ class Scheduler:
         self._blocks.flush_deferred_index()
         self._prompts.model.fit_if_due()
 
+    def settle_drafts(self) -> None:
+        """Likewise what the next plan needs of it: call it while there is nothing else to do."""
+        self.drafting.settle()
+
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
 

@@ -62,6 +62,7 @@ Time is counted in steps. The same calls in the same order give the same decisio
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -129,16 +130,27 @@ def verify_seconds(
     costs: StepCosts, work: StepWork, num_drafts: Vector, graph_tokens: Sequence[int] = ()
 ) -> Vector:
     """Predicted seconds [N] of the step `work` with each of `num_drafts` [N] drafts in all."""
-    ends, at_ends_s = _SEGMENT_ENDS, np.zeros(len(_SEGMENT_ENDS))
-    np.cumsum(_SEGMENT_TOKENS * costs.slopes_s, out=at_ends_s[1:])
+    ends, at_ends_s = _SEGMENT_ENDS, _seconds_at_ends(costs.slopes_s)
     tokens = work.num_new_tokens + num_drafts
     if graph_tokens:
-        sizes = np.array(graph_tokens, dtype=np.float64)
+        sizes = _vector(tuple(graph_tokens))
         at = np.searchsorted(sizes, tokens)
         tokens = np.where(at < len(sizes), sizes[np.minimum(at, len(sizes) - 1)], tokens)
     rest_s = costs.step_seconds(work) - float(np.interp(work.num_new_tokens, ends, at_ends_s))
     seconds: Vector = rest_s + np.interp(tokens, ends, at_ends_s)
     return seconds
+
+
+@lru_cache(maxsize=8)  # costs change with a fit, and sizes never; several steps ask of the same
+def _seconds_at_ends(slopes_s: tuple[float, ...]) -> Vector:
+    seconds = np.zeros(len(_SEGMENT_ENDS))
+    np.cumsum(_SEGMENT_TOKENS * slopes_s, out=seconds[1:])
+    return seconds
+
+
+@lru_cache(maxsize=8)
+def _vector(numbers: tuple[int, ...]) -> Vector:
+    return np.array(numbers, dtype=np.float64)
 
 
 def verify_work(work: StepWork, num_drafts: int) -> StepWork:

@@ -70,6 +70,8 @@ class Surcharge:
     def __init__(self) -> None:
         self._waits = _Last()
         self._sizes: dict[StepKind, dict[int, _Size]] = {}  # by size, in half powers of two
+        # [sizes] tokens, and seconds, of each kind that was asked about since it last changed
+        self._known: dict[StepKind, tuple[Vector, Vector]] = {}
 
     @property
     def wait_s(self) -> float:
@@ -89,6 +91,7 @@ class Surcharge:
         if place not in sizes:
             (first_s,) = self.seconds(kind, np.array([num_tokens]))
             sizes[place] = _Size(num_tokens, _Last(float(first_s)))
+        self._known.pop(kind, None)
         size = sizes[place]
         size.num_tokens = num_tokens
         size.errors.add(error_s)
@@ -96,6 +99,7 @@ class Surcharge:
     def fade(self, share: float) -> None:
         """Only `share` of what was learned counts from now on."""
         self._waits.fade(share)
+        self._known.clear()
         for sizes in self._sizes.values():
             for size in sizes.values():
                 size.errors.fade(share)
@@ -105,7 +109,9 @@ class Surcharge:
         sizes = self._sizes.get(kind)
         if not sizes:
             return np.zeros(len(num_tokens))
-        known = sorted((size.num_tokens, size.errors.price_s) for size in sizes.values())
-        at_tokens, prices_s = zip(*known, strict=True)
-        found: Vector = np.interp(num_tokens, at_tokens, prices_s)
+        if kind not in self._known:
+            known = sorted((size.num_tokens, size.errors.price_s) for size in sizes.values())
+            at_tokens, prices_s = np.array(known).T
+            self._known[kind] = at_tokens, prices_s
+        found: Vector = np.interp(num_tokens, *self._known[kind])
         return found

@@ -64,15 +64,17 @@ class Durations:
     commit_us: list[float] = field(default_factory=list)
     report_us: list[float] = field(default_factory=list)
     encode_us: list[float] = field(default_factory=list)
+    settle_us: list[float] = field(default_factory=list)
 
     @property
     def of_step(self) -> tuple[list[float], ...]:
         """The parts of a step, in their order."""
-        return self.plan_us, self.commit_us, self.report_us, self.encode_us
+        return self.plan_us, self.commit_us, self.report_us, self.encode_us, self.settle_us
 
     def figures(self) -> list[Figure]:
         """One line a part, and their sum in a step."""
-        parts = dict(zip(("plan", "commit", "report", "encode"), self.of_step, strict=True))
+        names = "plan", "commit", "report", "encode", "settle"
+        parts = dict(zip(names, self.of_step, strict=True))
         sums_us = [sum(step) for step in zip(*self.of_step, strict=True)]
         return [
             *(median_figure(name, part_us, "us/step") for name, part_us in parts.items()),
@@ -119,6 +121,8 @@ class Bench:
         counts = self._scheduler.statistics()
         times_s.append(time.thread_time())
         encode(step_message([record for _, record in output.tokens], counts))
+        times_s.append(time.thread_time())
+        self._scheduler.settle_drafts()
         times_s.append(time.thread_time())
         if durations is not None:
             for part_us, (start_s, end_s) in zip(durations.of_step, pairwise(times_s), strict=True):

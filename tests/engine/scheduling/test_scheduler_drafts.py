@@ -361,6 +361,7 @@ def test_passes_of_a_drafter_between_two_steps_are_no_wait_besides() -> None:
     for late_s in (2e-3, 3e-3):
         drafting.count_late(late_s)
         drafting.commit([], PlannedDrafts(decision=decision, spent_s=2e-3), [], result)
+        drafting.settle()
     assert policy.all_s == pytest.approx([7e-3, 8e-3])
 
 
@@ -374,6 +375,7 @@ def test_the_wait_before_a_step_is_that_of_each_rank_with_the_same_drafting() ->
         drafting.commit([], NO_DRAFTS, [], result)  # of a rank without rows
         for _ in range(2):
             drafting.commit([], PlannedDrafts(decision=decision), [], result)
+    drafting.settle()
     assert policy.all_s == pytest.approx([9e-3, 9e-3, 5e-3, 5e-3])
 
 
