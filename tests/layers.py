@@ -301,7 +301,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "psutil": ("load_tests.lab", "load_tests.testbed.ray_nodes"),
     "prometheus_client": ("actors.observability", "load_tests.testbed"),
     "huggingface_hub": ("actors.lifecycle.hub",),
-    "triton": ("kernels",),
+    "triton": ("kernels", "load_tests.lab.overruled_samples_triton"),
     "flashinfer": ("kernels",),
     "torch": (
         "actors.kv_transfer.channels",

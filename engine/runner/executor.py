@@ -531,7 +531,6 @@ class Executor:
             buffers,
             padded_to=padded_to,
             max_few_tokens=self._passes.attention.max_few_tokens,
-            is_guessed=self.guesses is not None,
             extra=self.guesses.to_send if self.guesses else None,
         )
         if self.guesses is None:

@@ -100,15 +100,14 @@ def write_input_batch(
     *,
     padded_to: GraphSize | None = None,
     max_few_tokens: int = 1,
-    is_guessed: bool = False,
     extra: NDArray[np.int32] | None = None,
 ) -> InputBatch:
     """Write and send a step's inputs; the plan's admissions and new blocks must be applied.
 
     `plan` has at least one row. `padded_to`: arrange the rows as a graph of that size expects
     them. Its unused part becomes padding: token 0, and nothing is written to the KV store.
-    `max_few_tokens`: rows of up to so many new tokens come before longer ones. `is_guessed`: the
-    device judges drafts and moves rows. `extra`: as of `StepBuffers.send`.
+    `max_few_tokens`: rows of up to so many new tokens come before longer ones. `extra`: as of
+    `StepBuffers.send`.
     """
     rows = _rows_of(plan, padded_to.span_tokens if padded_to else None, max_few_tokens)
     _check(plan, rows, request_rows, block_tables, layout)
@@ -117,7 +116,7 @@ def write_input_batch(
     block_ids = block_tables.flatten(rows.rows, num_blocks)
     fields = _begin(buffers, rows, cu_blocks, block_ids, padded_to)
     _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
-    has_guesses = is_guessed and bool(plan.drafts or plan.ahead or plan.open_ended)
+    has_guesses = bool(plan.drafts or plan.ahead or plan.open_ended)
     if has_guesses:
         _write_guesses(fields, plan, rows)
     batch = _send(buffers, rows, cu_blocks, block_ids, padded_to, extra)

@@ -15,11 +15,11 @@ def test_every_part_of_every_step_is_timed(enable_prefix_caching: bool) -> None:
         enable_prefix_caching=enable_prefix_caching,
     )
     durations = Bench(batch).run()
-    assert [len(part_us) for part_us in durations.of_step] == [11] * 4
+    assert [len(part_us) for part_us in durations.of_step] == [11] * 5
     assert len(durations.add_us) == 5
     assert all(us > 0 for part_us in durations.of_step for us in part_us)
-    plan, commit, report, encode, total, _ = durations.figures()
-    assert total.value >= max(part.value for part in (plan, commit, report, encode))
+    plan, commit, report, encode, settle, total, _ = durations.figures()
+    assert total.value >= max(part.value for part in (plan, commit, report, encode, settle))
 
 
 def test_a_batch_that_does_not_decode_whole_has_no_figure() -> None:
@@ -36,4 +36,13 @@ def test_one_table_is_printed(
     main()
     printed = capsys.readouterr().out
     names = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
-    assert names == ["figure", "plan", "commit", "report", "encode", "sum of these", "add"]
+    assert names == [
+        "figure",
+        "plan",
+        "commit",
+        "report",
+        "encode",
+        "settle",
+        "sum of these",
+        "add",
+    ]
