@@ -10,6 +10,8 @@ host longer than what it copies. The host side is a ring of pinned buffers: one 
 copy of an earlier one may still be queued in the stream. Knows no plan (`inputs.py`).
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from kernels.attention.protocol import RowTensors
 # launched after it.
 _IN_FLIGHT = 2
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
+_MAX_VIEWS = 1024  # that are kept: to make one takes as long as some kernels
 _MAX_EXTRA = 2**14  # int32 elements; more goes in a copy of its own
 
 
@@ -78,6 +81,7 @@ class StepBuffers:
         self._turn = 0
         self._num_sent = 0
         self._sent = torch.zeros(length, dtype=torch.int32, device=device)
+        self._view = lru_cache(maxsize=_MAX_VIEWS)(self._view_of)  # steps are often alike
 
     def write(self) -> "HostFields":
         """The next host buffer, to be filled; its previous content was sent a round ago."""
@@ -110,8 +114,11 @@ class StepBuffers:
 
     def on_device(self, name: str, size: int | None = None) -> Tensor:
         """int32 [size], a view of the same memory for every step; None: the whole field."""
+        return self._view(name, self._sizes[name] if size is None else size)
+
+    def _view_of(self, name: str, size: int) -> Tensor:
         start = self._starts[name]
-        return self._sent[start : start + (self._sizes[name] if size is None else size)]
+        return self._sent[start : start + size]
 
     def _fields_of(self, memory: NDArray[np.int32]) -> "HostFields":
         return HostFields(

@@ -59,6 +59,17 @@ class StepRoom:
     prompt_graph_tokens: Sequence[int] = ()
     max_prompt_step_s: float | None = None  # of a step with prompts; None = no limit
 
+    def has_time_for(self, num_drafts: int) -> bool:
+        """Whether a step with prompts and so many drafts keeps its limit; without prompts, yes.
+
+        Most steps of long prompts do not. There the host is spared to ask who might have drafts:
+        the device waits for it.
+        """
+        if self.work.num_prompt_tokens == 0 or self.max_prompt_step_s is None:
+            return True
+        work = self.work.with_work(StepWork(num_prompt_tokens=num_drafts))
+        return self.costs.step_seconds(work) <= self.max_prompt_step_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDrafts:
@@ -206,7 +217,9 @@ class Drafting:
             return NO_DRAFTS
         self.settle()
         in_flight = [self._num_in_flight(request) for request in requests]
-        most = self._most_drafts(policy, requests, in_flight, room.max_model_len)
+        most = [0] * len(requests)
+        if room.has_time_for(len(requests)):
+            most = self._most_drafts(policy, requests, in_flight, room.max_model_len)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
             found = yield from self._propose(drafter, requests, most, in_flight)

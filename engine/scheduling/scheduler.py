@@ -366,7 +366,8 @@ class Scheduler:
     @property
     def newest_step_s(self) -> float:
         """Predicted duration of the step launched last; a step must be in flight."""
-        return self.costs.step_seconds(self._in_flight.newest.work)
+        newest = self._in_flight.newest
+        return self.costs.step_seconds(newest.work) + newest.planned_drafts.surcharge_s
 
     def queued_work(self) -> QueuedWork:
         """Predicted seconds of queued work; takes time linear in the queue and the rows."""
