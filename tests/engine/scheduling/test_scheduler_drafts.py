@@ -247,6 +247,24 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left(
     replica.check_idle()
 
 
+def test_nobody_is_asked_for_drafts_beside_a_chunk_that_takes_all_the_time() -> None:
+    policy, guesser = _Offered(7), _guesser()
+    drafting = Drafting(guesser, policy, holds=False)
+    laps = ResolvedLaps(queue="laps")  # 50 ms a step
+    sizes = {"max_num_batched_tokens": 4096, "num_blocks": 2048, "max_model_len": 8192}
+    replica = Replica(**sizes, drafting=drafting, laps=laps)
+    replica.add("a", prompt_of(3), params=params_of(40))
+    for _ in range(2):
+        replica.step()
+    replica.add("b", prompt_of(5000, 1), params=params_of(2))  # in chunks
+    num_proposals = guesser.num_proposals
+    for _ in range(2):
+        replica.step()
+        assert policy.offers[-1].work.num_prompt_tokens > 1000
+        assert guesser.num_proposals == num_proposals
+        assert policy.offers[-1].max_drafts == [0]
+
+
 @pytest.mark.parametrize("short_share", [0.0, 0.3])
 def test_a_short_prompt_that_waits_is_offered_as_waiting_whatever_is_reserved(
     short_share: float,

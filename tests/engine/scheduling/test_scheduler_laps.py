@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from engine.messages import ShortLoad
 from engine.plan import StepPlan
 from engine.request import Constraint, ConstraintKind, Request
 from engine.scheduling.drafting import Drafting
+from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 from tests.harness.drafters import Guesser
@@ -221,6 +223,67 @@ def test_a_host_that_takes_longer_to_launch_plans_earlier() -> None:
     replica.step()
     before_end_s = replica.core._busy_until_s - replica.clock.now_s() - replica.core.defer_s()
     assert launch_s < before_end_s < launch_s + 2e-3
+
+
+def _guessing_anything() -> Guesser:
+    return Guesser(lambda request: [1] * 60, vocab_size=VOCAB_SIZE)
+
+
+def test_a_step_with_drafts_ends_later_by_what_they_cost_besides() -> None:
+    """Their policy has learned that: without it the next step is planned that much too early."""
+
+    class Dear(FixedDrafts):
+        surcharge_s = 0.0
+
+        def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+            return replace(super().plan(offer, costs), surcharge_s=self.surcharge_s)
+
+    def left_s(surcharge_s: float) -> float:
+        policy = Dear(1)
+        policy.surcharge_s = surcharge_s
+        drafting = Drafting(_guessing_anything(), policy, holds=True)
+        replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True, drafting=drafting)
+        replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, floor_s=30e-3)
+        replica.add("a", prompt_of(8), params=params_of(50))
+        for _ in range(3):  # its prompt, nothing while that is in flight, a step with drafts
+            replica.step()
+        assert replica.last_plan.drafts
+        return replica.core.defer_s()
+
+    assert left_s(4e-3) - left_s(0.0) == pytest.approx(4e-3)
+
+
+def test_the_policy_of_drafts_learns_while_the_host_waits_or_before_the_next_plan() -> None:
+    """The tokens that a step gives are not kept waiting for that."""
+
+    class Learning(FixedDrafts):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.num_observed = 0
+
+        def observe(self, *args: Sequence[object]) -> None:
+            self.num_observed += 1
+
+    for waits in (True, False):
+        policy = Learning()
+        drafting = Drafting(_guessing_anything(), policy, holds=True)
+        for _ in range(60):
+            drafting.count_idle(100.0)  # so no row waits for the held one
+        replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=waits, drafting=drafting)
+        replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, floor_s=30e-3)
+        replica.add("a", prompt_of(8), params=params_of(50))
+        replica.add("b", prompt_of(8, 1), params=params_of(50), max_drafts=0)
+        num_settled = 0  # steps of which it was told while nobody waited for a plan
+        for _ in range(20):
+            num_known = drafting.counts.num_verified
+            replica.step()
+            assert policy.num_observed <= num_known  # not of what this step committed
+            num_observed = policy.num_observed
+            replica.core.defer_s()
+            num_settled += policy.num_observed - num_observed
+        assert (num_settled > 5) == waits
+        replica.run()
+        assert policy.num_observed == drafting.counts.num_verified
 
 
 def test_planning_that_waits_for_the_device_is_not_begun_ever_earlier() -> None:
