@@ -157,8 +157,8 @@ class EngineCore:
 
         With a step in flight, until shortly before its predicted end: as long as planning and
         launching took lately, and some more. With none, until the end of the queue's window. 0 =
-        call `step` now. Ask again whenever something has happened. What the last step left to do
-        for the next plan is done here.
+        call `step` now. Ask again whenever something has happened. While a step computes, what the
+        last commit left for the next plan is done here.
         """
         now_s = self._clock.now_s()
         if self._in_flight:

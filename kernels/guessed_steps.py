@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# What a row of a step is; a sum, as a row may be both the first and one of the others.
+# What a row of a step is: the first, one of the others, or the sum of both.
 JUDGED = 1  # its samples are judged by its drafts
 AHEAD = 2  # planned as if all drafts of the step in flight were right: it lies further back
 OPEN_ENDED = 4  # likewise, and it begins where it was planned: it ends earlier

@@ -37,8 +37,8 @@ def judge(
 
     drawn: [S] a line's token, negative where nothing could be drawn. input_ids: [T] as of
     `resolve_input_ids`, looked up in `table`. lines: [S or more] the token after which each
-    samples; None = S is T, all in order. Returns [2, S]: `drawn`, and the token after each line's,
-    which is a draft unless the line is its row's last.
+    samples; None = S is T, all in order. Returns [2, S]: `drawn`, and the draft after each line's
+    token; 0 behind a row's last line, which has none.
 
     A row that got nothing leaves as soon as the host knows. Until then it goes on as if it had got
     token 0, since a step computes a token of each of its rows.
@@ -51,6 +51,7 @@ def judge(
     places = torch.arange(num_lines) if lines is None else lines[:num_lines].long()
     last_place = len(input_ids) - 1
     following = resolve_input_ids(input_ids[(places + 1).clamp(max=last_place)], table)
+    following[guessed.cu_lines[1:].long() - 1] = 0
     is_guessed = (guessed.kinds & JUDGED) > 0
     rows = guessed.rows[is_guessed].long()
     starts = guessed.cu_lines[:-1][is_guessed, None]  # [G, 1]

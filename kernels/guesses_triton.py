@@ -21,7 +21,7 @@ _JUDGED, _AHEAD, _OPEN_ENDED = map(tl.constexpr, (JUDGED, AHEAD, OPEN_ENDED))
 _BLOCK = 32  # tokens or lines of a row that a program looks at together
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_lines", "num_rows"])
+@triton.jit(do_not_specialize=["num_lines", "num_rows"])
 def _judge_kernel(
     drawn,  # [S]
     input_ids,  # [T], -1 - r = entry r of the table
@@ -34,7 +34,6 @@ def _judge_kernel(
     samples,  # [WIDTH, num_rows], output
     newest,  # [num_rows], output
     left,  # [2, S], output
-    num_tokens,
     num_lines,
     num_rows,
     HAS_LINES: tl.constexpr,
@@ -50,15 +49,16 @@ def _judge_kernel(
     is_judged = (tl.load(kinds + in_step) & _JUDGED) > 0
     is_read = is_line | (is_judged & (place < WIDTH))
     sample = tl.load(drawn + line, mask=is_read, other=-1)
-    token = (tl.load(lines + line, mask=is_line, other=0) if HAS_LINES else line) + 1
-    given_id = tl.load(input_ids + tl.minimum(token, num_tokens - 1), mask=is_line, other=0)
-    looked_up = tl.load(table + (-1 - given_id), mask=is_line & (given_id < 0), other=0)
+    has_draft = place < count - 1
+    token = (tl.load(lines + line, mask=has_draft, other=0) if HAS_LINES else line) + 1
+    given_id = tl.load(input_ids + token, mask=has_draft, other=0)
+    looked_up = tl.load(table + (-1 - given_id), mask=has_draft & (given_id < 0), other=0)
     draft = tl.where(given_id >= 0, given_id, looked_up)
     tl.store(left + line, sample, mask=is_line)
     tl.store(left + num_lines + line, draft, mask=is_line)
     if is_judged:
         row = tl.load(rows + in_step)
-        is_right = (sample >= 0) & (sample == draft) & (place < count - 1)
+        is_right = (sample >= 0) & (sample == draft) & has_draft
         num_right = tl.min(tl.where(is_right, N, place))  # the last one has no draft
         last = tl.sum(tl.where(place == num_right, sample, 0))
         before = tl.sum(tl.where(place == num_right - 1, sample, 0))
@@ -134,7 +134,6 @@ def judge(
         states.samples,
         states.newest,
         left,
-        len(input_ids),
         num_lines,
         len(states.shortfalls),
         HAS_LINES=lines is not None,

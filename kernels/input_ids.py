@@ -31,7 +31,7 @@ def keep_last_tokens(
     """Writes to `last_tokens`, int32; returns `drawn`, int32 [S].
 
     token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct except for a padding row
-    and rows with drafts, which are left with any of their tokens: `accept` or the host says which.
+    and rows with drafts, which are left with any of their tokens: `judge` or the host says which.
     """
     if token_ids.is_cuda:
         from kernels.input_ids_triton import keep

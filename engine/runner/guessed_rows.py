@@ -1,6 +1,6 @@
 """Rows that are planned before the host knows how many tokens their last step with drafts gave.
 
-    target    verify n ------------------------------------> accept ---> verify n + 1, moved
+    target    verify n ------------------------------------> judge ----> verify n + 1, moved
     drafter                                                    passes for n + 1, moved --^
     host      plan n + 1 and launch all of this            wait n, correct the books
 
@@ -148,7 +148,9 @@ class StepGuesses:
         self._attention = attention
         self._drafts_for = drafts_for
         self._texts = texts
-        self._changes: PackedChanges | None = None  # of the step that is launched; None = not sent
+        self._changes: PackedChanges | None = (
+            None  # of the step that is launched; None = nothing to send
+        )
 
     def fetch(self, plan: StepPlan) -> StepPlan:
         """The plan to run, after what the target left of its step in flight was fetched."""

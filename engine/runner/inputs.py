@@ -286,6 +286,7 @@ def _write_guesses(fields: HostFields, plan: StepPlan, rows: _Rows) -> None:
     num_rows = len(rows.rows)
     kinds = np.zeros(num_rows, dtype=np.int32)
     kinds[[index for index, _ in plan.drafts]] = JUDGED
+    assert not set(plan.ahead) & set(plan.open_ended), f"step {plan.step}: a row is both"
     kinds[plan.ahead] |= AHEAD
     kinds[plan.open_ended] |= OPEN_ENDED
     fields["device_rows"][:num_rows] = rows.rows

@@ -164,8 +164,8 @@ class StepTensors:
     drawn: Tensor | None
     # [T] bool; None = checking the sampled rows' logits suffices
     is_finite_token: Tensor | None
-    # [2, S] int32  `drawn`, and the token after each sample's in the step, a draft unless it is the
-    # row's last; None = the plan has all drafts
+    # [2, S] int32  `drawn`, and the draft after each sample's place, as of `kernels.guesses.judge`;
+    # None = the plan has all drafts
     judged: Tensor | None = None
     # For the few rows that ask for them; None = there is none.
     logprobs: LogprobTensors | None = None
@@ -201,7 +201,7 @@ class PendingStep:
         self._embeddings = None if left.embeddings is None else _to_host(left.embeddings)
         self._prompt = left.prompt.map(_to_host) if left.prompt else None
         self._written = left.written
-        # [S], or 2 S, drawn and following, of a step that was judged; once it was waited for
+        # [S], or of a judged step [2 S]: `drawn`, then what follows; None = not waited for yet
         self._tokens: NDArray[np.int32] | None = None
         flags = left.is_finite_token
         self._is_finite_token = None if flags is None else _to_host(flags)

@@ -4,13 +4,15 @@
     | logit_indices [S] | device_rows [R] | guess_kinds [R] | num_new [R] | cu_lines [R + 1]
     | input_ids [T] | positions [T] | slots [T] | block_ids [N] | extra
 
-The offsets never change, so a CUDA graph may read the fields in place. The block ids come last, so
-that only the used part is sent, and behind them what a single step needs besides: a copy takes the
-host longer than what it copies. The host side is a ring of pinned buffers: one is written while the
-copy of an earlier one may still be queued in the stream. Knows no plan (`inputs.py`).
+The offsets of all but `extra` never change, so a CUDA graph may read the fields in place. Block ids
+come behind the other fields, so that only the used part is sent, and `extra` is what a single step
+needs besides: a copy takes the host longer than what it copies. The host side is a ring of pinned
+buffers: one is written while the copy of an earlier one may still be queued in the stream. Knows no
+plan (`inputs.py`).
 """
 
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -81,7 +83,8 @@ class StepBuffers:
         self._turn = 0
         self._num_sent = 0
         self._sent = torch.zeros(length, dtype=torch.int32, device=device)
-        self._view = lru_cache(maxsize=_MAX_VIEWS)(self._view_of)  # steps are often alike
+        view = partial(_view, self._sent, self._starts)
+        self._view = lru_cache(maxsize=_MAX_VIEWS)(view)  # steps are often alike
 
     def write(self) -> "HostFields":
         """The next host buffer, to be filled; its previous content was sent a round ago."""
@@ -116,10 +119,6 @@ class StepBuffers:
         """int32 [size], a view of the same memory for every step; None: the whole field."""
         return self._view(name, self._sizes[name] if size is None else size)
 
-    def _view_of(self, name: str, size: int) -> Tensor:
-        start = self._starts[name]
-        return self._sent[start : start + size]
-
     def _fields_of(self, memory: NDArray[np.int32]) -> "HostFields":
         return HostFields(
             memory,
@@ -128,6 +127,10 @@ class StepBuffers:
                 for name, start in self._starts.items()
             },
         )
+
+
+def _view(memory: Tensor, starts: Mapping[str, int], name: str, size: int) -> Tensor:
+    return memory[starts[name] : starts[name] + size]
 
 
 def _aligned(size: int) -> int:

@@ -4,7 +4,7 @@
     propose drafter.propose      the drafts; after the decision if a pass of the drafter costs time
     decide  policy.plan          how many of each are verified, by the tokens left in the step
     room    RequestBlocks        blocks for them; drafts are optional and never preempt a request
-    commit  judge, correct       what the step made of them
+    commit  counts, _Observation what the step made of them
     settle  policy.observe       the policy learns of it, once the step's tokens are on their way
 
 Drafts that follow from tokens on the host hold their request: it is not planned while a step that
@@ -25,7 +25,7 @@ none of this.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -62,8 +62,9 @@ class StepRoom:
     def has_time_for(self, num_drafts: int) -> bool:
         """Whether a step with prompts and so many drafts keeps its limit; without prompts, yes.
 
-        Most steps of long prompts do not. There the host is spared to ask who might have drafts:
-        the device waits for it.
+        Most steps of long prompts do not: their chunks fill the limit. There nobody is asked who
+        might have drafts, since the device would wait for the answer. Drafts that only fill what a
+        graph is padded to are not given there either.
         """
         if self.work.num_prompt_tokens == 0 or self.max_prompt_step_s is None:
             return True
@@ -87,6 +88,7 @@ class PlannedDrafts:
     # Requests that from now on have drafts ahead: these are from the host, or their whole texts are
     # told to the device, both of which takes longer than what follows.
     num_beginning: int = 0
+    has_time: bool = True  # for drafts, within the limit of a step with prompts
 
     @property
     def num_drafts(self) -> int:
@@ -198,7 +200,8 @@ class Drafting:
         self._gap = HostGap()
         self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = counts or DraftCounts()
-        self._unsettled: list[_Observation] = []  # committed, and not told to the policy
+        # What happened and was not told to the policy, in its order.
+        self._unsettled: list[Callable[[DraftPolicy], None]] = []
 
     def use_policy(self, policy: DraftPolicy) -> None:
         """From now on `policy` decides, instead of another one; no request may be here."""
@@ -212,13 +215,14 @@ class Drafting:
     def planning(self, requests: Sequence[Request], room: StepRoom) -> Turns[PlannedDrafts]:
         """The drafts for a step that decodes `requests`; gives them blocks."""
         self.waited_s = 0.0
+        self.settle()  # also for `to_hold`, which asks the policy after steps without decodes, too
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
-        self.settle()
         in_flight = [self._num_in_flight(request) for request in requests]
         most = [0] * len(requests)
-        if room.has_time_for(len(requests)):
+        has_time = not policy.keeps_limits or room.has_time_for(self._num_drafting(requests))
+        if has_time:
             most = self._most_drafts(policy, requests, in_flight, room.max_model_len)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
@@ -252,7 +256,12 @@ class Drafting:
             texts=texts,
             num_beginning=len(by_host) + sum(start == 0 for _, start, _ in texts),
             max_model_len=room.max_model_len,
+            has_time=has_time,
         )
+
+    def _num_drafting(self, requests: Sequence[Request]) -> int:
+        """Those that may have drafts, or of which that is not known yet."""
+        return sum([self._bounds.get(request.key, 1) > 0 for request in requests])
 
     def _num_in_flight(self, request: Request) -> int:
         ahead = self._ahead.get(request.key)
@@ -385,6 +394,8 @@ class Drafting:
             return held
         without = [r for i, r in enumerate(decodes) if i not in nums]
         awake = [r for r in (*without, *begun) if not self._rests(r)]
+        if not planned.has_time:
+            return held  # nor will the next step of these prompts have any
         return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
     def _nums_going_on(self, decodes: Sequence[Request], planned: PlannedDrafts) -> dict[int, int]:
@@ -509,7 +520,7 @@ class Drafting:
         if planned.decision is not None:
             found = self._of_step(found, planned, planned.decision, result)
         if observed or planned.decision is not None:
-            self._unsettled.append(found)
+            self._unsettled.append(found.tell)
         return advanced
 
     def _of_step(
@@ -543,8 +554,8 @@ class Drafting:
         """
         unsettled, self._unsettled = self._unsettled, []
         if self._policy is not None:
-            for observation in unsettled:
-                observation.tell(self._policy)
+            for tell in unsettled:
+                tell(self._policy)
 
     def read(self, requests: Iterable[Request]) -> None:
         """Prepare the next drafts of those that may have some, by their known tokens."""
@@ -570,18 +581,16 @@ class Drafting:
 
     def forget(self, request: Request) -> None:
         """The request leaves for good."""
-        if self._policy is not None:
-            self.settle()  # its last step counts
-            self._policy.forget(request.key)
+        if self._policy is not None:  # after its last step, which counts
+            self._unsettled.append(lambda policy: policy.forget(request.key))
         self._num_misses.pop(request.key, None)
         self._num_rest_steps.pop(request.key, None)
         self._bounds.pop(request.key, None)
 
     def load(self) -> SpeculationLoad | None:
-        """None = there is no drafter."""
+        """None = there is no drafter. Gains are those of the steps that the policy was told of."""
         if self._policy is None:
             return None
-        self.settle()
         counts, found = self.counts, self._policy.statistics()
         load = SpeculationLoad(
             num_drafts=counts.num_drafted,

@@ -226,7 +226,10 @@ class Scheduler:
         self._prompts.model.fit_if_due()
 
     def settle_drafts(self) -> None:
-        """Likewise what the next plan needs of it: call it while there is nothing else to do."""
+        """Tell the drafts' policy of committed steps: the next plan needs it.
+
+        Call it while the host has nothing else to do.
+        """
         self.drafting.settle()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:

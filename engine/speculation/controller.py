@@ -387,7 +387,8 @@ class Purse:
             self.surcharge.fade(self.SURCHARGE_DECAY)
             self._ratios.append(seconds / drafts.plain_s)
             self._bias = sorted(self._ratios)[len(self._ratios) // 2]
-            if not drafts.was_asked:  # else it may have waited for that
+            # Else it may have waited for the answer, or for its prompts.
+            if not (drafts.was_asked or drafts.kind.has_prompts):
                 self._plain_waits_s.append(waited_s)
         self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
         if self.is_on and self.balance < 0:
@@ -445,6 +446,8 @@ class SpeculationStatistics:
 
 class SpeculationController:
     """The gates of all requests, the budget of each step and the purse, for one worker."""
+
+    keeps_limits = True
 
     def __init__(self, rules: SpeculationRules = DEFAULT_RULES) -> None:
         self._rules = rules

@@ -117,6 +117,11 @@ class HostDrafter(ABC):
 class DraftPolicy(Protocol):
     """Says how many drafts pay; see `engine.speculation.controller.SpeculationController`."""
 
+    @property
+    def keeps_limits(self) -> bool:
+        """Whether it plans no draft that takes a step beyond `StepOffer.max_step_s`."""
+        ...
+
     def bound(self, temperature: float, limit: int | None) -> int: ...
 
     def max_drafts(self, keys: Sequence[Hashable]) -> list[int]: ...
@@ -141,6 +146,8 @@ class FixedDrafts:
 
     For measurements and tests: at a large batch it makes steps slower.
     """
+
+    keeps_limits = False
 
     def __init__(self, num_drafts: int, *, max_temperature: float = math.inf) -> None:
         self._num_drafts = num_drafts

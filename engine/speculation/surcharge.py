@@ -70,7 +70,7 @@ class Surcharge:
     def __init__(self) -> None:
         self._waits = _Last()
         self._sizes: dict[StepKind, dict[int, _Size]] = {}  # by size, in half powers of two
-        # [sizes] tokens, and seconds, of each kind that was asked about since it last changed
+        # By kind: tokens and seconds of its sizes; dropped when the kind changes.
         self._known: dict[StepKind, tuple[Vector, Vector]] = {}
 
     @property

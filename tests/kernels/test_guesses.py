@@ -82,6 +82,7 @@ def test_rows_get_what_the_host_accepts() -> None:
         for start, end in zip(_ends(nums_lines), _ends(nums_lines)[1:], strict=False):
             samples_of.append(drawn[start:end])
             follows_of.append(both[1][start : end - 1])
+            assert both[1][end - 1] == 0  # nothing follows a row's last line
         assert follows_of == drafts
         for row, samples, its_drafts, its in zip(rows, samples_of, drafts, is_judged, strict=True):
             if not its:
@@ -232,7 +233,7 @@ def _judged(
     given = (
         _numbers(4, num_lines, generator=generator) - 1,
         _numbers(3 + 31, num_ids, generator=generator) - 31,
-        _indices(num_ids, num_lines, generator, distinct=True).int(),
+        _indices(num_ids - 1, num_lines, generator, distinct=True).int(),
         _numbers(3, 31, generator=generator),
         guessed,
     )

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 
 from configs.resolved import ResolvedLaps
+from configs.schema import LapsConfig
 from engine.cost_model import StepCosts
 from engine.plan import StepResult
 from engine.request import Constraint, ConstraintKind, Request
 from engine.scheduling.drafting import NO_DRAFTS, Drafting, PlannedDrafts
-from engine.speculation.controller import StepDrafts, StepOffer
+from engine.speculation.controller import SpeculationController, StepDrafts, StepOffer
 from engine.speculation.drafter import FixedDrafts, RequestNgrams
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 from tests.harness.drafters import DeviceGuesser, EveryOtherStep, Guesser
@@ -215,7 +216,9 @@ def test_prompts_go_first_and_drafts_take_what_is_left_of_the_step() -> None:
 
 
 class _Offered(FixedDrafts):
-    """Notes what it is offered."""
+    """Notes what it is offered, and is asked only where there is time, as the controller is."""
+
+    keeps_limits = True
 
     def __init__(self, num_drafts: int) -> None:
         super().__init__(num_drafts)
@@ -245,6 +248,44 @@ def test_drafts_beside_a_prompt_are_offered_its_graph_and_the_time_that_is_left(
     assert policy.offers[-1].max_draft_tokens == 32 - 2 - 18  # no graph holds such a step
     replica.run()
     replica.check_idle()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rows_decode_in_every_step_of_prompts_that_leave_no_time_for_drafts(
+    on_device: bool,
+) -> None:
+    """Nobody is held for drafts that it will not get."""
+    costs = StepCosts(
+        floor_s=1e-3,
+        slopes_s=(1e-4,) * 8,
+        attended_s=0.0,
+        history_s=0.0,
+        decode_row_s=0.0,
+        decode_key_s=0.0,
+        num_samples=1,
+    )
+    drafting = Drafting(RequestNgrams(on_device=on_device), SpeculationController(), holds=True)
+    replica = Replica(
+        num_blocks=4000,
+        max_rows=8,
+        max_num_batched_tokens=512,
+        max_model_len=12000,
+        overlap=True,
+        drafting=drafting,
+        laps=LapsConfig(queue="laps", laps_length_threshold=10, max_step_ms=11.05),
+    )
+    replica.scheduler._prompts.model.costs = costs
+    params = params_of(400, temperature=0.0)
+    rows = [replica.add(f"d{i}", prompt_of(8, i), params=params) for i in range(4)]
+    for _ in range(6):
+        replica.step()
+    before = sum(len(row.tokens) for row in rows)
+    replica.add("long", prompt_of(9000, 9), params=params_of(1))  # in chunks of 100 tokens
+    for _ in range(80):
+        replica.step()
+        assert replica.executor.plans[-1].num_tokens > 90
+    given = sum(len(row.tokens) for row in rows) - before
+    assert given > 0.9 * 4 * 80
 
 
 def test_nobody_is_asked_for_drafts_beside_a_chunk_that_takes_all_the_time() -> None:
