@@ -34,6 +34,7 @@ from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
 from engine.runner.overlap.rule import OverlapRule
 from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
+from engine.runner.prompt_passes import PromptPasses
 from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
     NOTHING_ALLOWED,
@@ -79,10 +80,12 @@ class Executor:
         attention: Phases,
         options: ExecutorOptions = DEFAULT_OPTIONS,
         comm: Comm = SINGLE_RANK,
+        blocks: Tensor | None = None,
     ) -> None:
         """comm: to the other ranks of `model`; each has an executor and launches the same plans.
 
-        Raises ConfigError for a second stream of a model without shared experts.
+        blocks: memory for K and V, as of `KvStore`; None = new memory. Raises ConfigError for a
+        second stream of a model without shared experts.
         """
         _check_options(options, model, layout)
         limit = model.rotary.max_tokens
@@ -91,7 +94,7 @@ class Executor:
         is_ordered = options.sums_in_order
         self._dp = DpSteps(comm, is_ordered=is_ordered) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
-        store = KvStore(layout, num_blocks=num_blocks, device=model.device)
+        store = KvStore(layout, num_blocks=num_blocks, device=model.device, tensor=blocks)
         self._passes = ForwardPasses(
             model, store, attention, self._comm, self._dp, max_rows=max_rows, options=options
         )
@@ -121,6 +124,7 @@ class Executor:
         self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
         self._decode_run: DecodeRun | None = None
         self._keeper: ExportKeeper | None = None
+        self._prompt_passes: PromptPasses | None = None
         second = options.second_stream_tokens
         self._shared_stream = SharedExpertStream(model, second) if second else None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
@@ -153,6 +157,10 @@ class Executor:
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
         self._keeper = keeper
+
+    def compute_prompts_with(self, passes: PromptPasses) -> None:
+        """From now on `passes` are launched before the rows that plans name for them."""
+        self._prompt_passes = passes
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
@@ -358,7 +366,10 @@ class Executor:
             return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Apply the changes that precede the step: zero blocks, then release and admit rows."""
+        """Do what precedes the step: a draft model's pass, zero blocks, release and admit rows."""
+        if plan.drafter_rows:
+            assert self._prompt_passes is not None, "nothing drafts"
+            self._prompt_passes.launch(plan)
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):

@@ -91,6 +91,7 @@ class ExecutorBuilder:
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._target: Executor | None = None
+        self._blocks: Tensor | None = None
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
@@ -128,6 +129,10 @@ class ExecutorBuilder:
     def draft_for(self, target: Executor) -> None:
         """Executors built from now on draft for `target`."""
         self._target = target
+
+    def store_in(self, blocks: Tensor) -> None:
+        """Executors built from now on keep K and V in this memory, [num_blocks, *block_shape]."""
+        self._blocks = blocks
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -198,6 +203,7 @@ class ExecutorBuilder:
             attention=attention,
             options=self._options(),
             comm=self._comm,
+            blocks=self._blocks,
         )
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
@@ -386,7 +392,12 @@ class ExecutorBuilder:
             mask = (
                 None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
             )
-            shape = attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers)
+            shape = attention_shape(
+                spec,
+                mask,
+                num_layers_before=self._layout.num_layers_before,
+                num_layers_behind=self._layout.num_layers_behind,
+            )
             is_fp8 = self._layout.dtype == "fp8_e4m3"
             phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
             if asked.attention_backend == "decode":
