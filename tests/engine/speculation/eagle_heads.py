@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from demo_model.eagle_head import EagleHead
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
-from engine.speculation.feature_drafter import FeatureDrafter
+from engine.speculation.draft_model import DraftModel
 from engine.turns import Turns
 from tests.engine.speculation.guessed_engines import run
 from tests.harness.tiny_models import VOCAB_SIZE
