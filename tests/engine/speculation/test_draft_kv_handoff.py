@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.core import DraftingExecutor
 from engine.engine import Engine
 from engine.kv.transfer import HandoffReady, OutgoingEvent
 from engine.messages import Role
-from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
 from engine.runner.prompt_passes import PromptPasses
 from engine.speculation.draft_model import DraftModel
 from load_tests.testbed.local_handoff import LocalPair
-from tests.engine.speculation.drafting_stories import exact_drafts
+from tests.engine.speculation.drafting_stories import exact_drafts, nums_missing
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
 from tests.engine.speculation.exact_engines import start_exact
 from tests.engine.speculation.guessed_engines import Asked, Kind, run, save_exact_model
@@ -65,25 +62,6 @@ def _settings(draft_folder: Path, **more: object) -> dict[str, Any]:
     }
 
 
-@dataclass
-class _Watched:
-    """Notes whose rows the draft model's passes take on."""
-
-    executor: DraftingExecutor
-    admissions: list[RowAdmission] = field(default_factory=list)
-
-    @property
-    def max_in_flight(self) -> int:
-        return self.executor.max_in_flight
-
-    def launch(self, plan: StepPlan) -> Any:
-        self.admissions += plan.admissions
-        return self.executor.launch(plan)
-
-    def give_drafts(self, place: int) -> None:
-        self.executor.give_drafts(place)
-
-
 class _Pair(LocalPair):
     """Of exact arithmetic; prompts are computed in chunks."""
 
@@ -94,11 +72,7 @@ class _Pair(LocalPair):
         self._given = folder, settings, of_role
         self.nums_came: list[int] = []
         super().__init__(load_config(None, {}))
-        drafter = self.decode.core.scheduler.drafting.drafter
-        assert isinstance(drafter, DraftModel)
-        self.drafter = drafter
-        self._watched: list[_Watched] = []
-        drafter.wrap_executor(self._watch)
+        self.nums_missing = nums_missing(self.decode.core.scheduler.drafting)
         self.proposals = record_proposals(self.decode)
 
     def build(self, config: AppConfig, role: Role) -> Engine:
@@ -111,16 +85,6 @@ class _Pair(LocalPair):
         super()._note(event)
         if isinstance(event, HandoffReady):
             self.nums_came.append(event.num_drafter_tokens)
-
-    def _watch(self, executor: DraftingExecutor) -> DraftingExecutor:
-        self._watched.append(_Watched(executor))
-        return self._watched[-1]
-
-    @property
-    def nums_missing(self) -> list[int]:
-        """Prompt tokens that the decode side has computed of each row, in its draft model."""
-        (watched,) = self._watched
-        return [one.num_prompt_tokens - one.num_computed_tokens for one in watched.admissions]
 
     @property
     def prompt_passes(self) -> PromptPasses:
