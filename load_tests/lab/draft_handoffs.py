@@ -10,7 +10,8 @@ engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. Th
     features      vectors of the hidden states move with the KV, as the engine does it; drafts are
                   then those of one worker without a handoff
     without       the prompt's vectors are zeroed on arrival: as if only KV moved
-    draft model   it needs ids alone, and computes its KV of the prompt on the decode side
+    draft model   its KV of the prompt moves with the target's, as the engine does it
+    computed      nothing of it moves: it needs ids alone, and computes its KV on the decode side
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
 second token counts from the moment when the KV is there; so it has the drafter's pass over the
@@ -76,8 +77,9 @@ class Way:
 
 
 def build_ways(args: argparse.Namespace) -> list[Way]:
-    def pair(drafter: str, folder: str | None = None) -> LocalPair:
+    def pair(drafter: str, folder: str | None = None, **workers: int) -> LocalPair:
         settings: dict[str, object] = {
+            **{f"workers.{role}": number for role, number in workers.items()},
             "model.path": args.model,
             "cache.num_blocks": 512,
             "cache.enable_prefix_caching": False,
@@ -99,7 +101,12 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
             Way(name="without", pair=pair("eagle3", args.head), zeroes=True),
         ]
     if args.draft_model is not None:
-        ways.append(Way(name="draft model", pair=pair("draft_model", args.draft_model)))
+        given = "draft_model", args.draft_model
+        # Only workers that are apart have room for its KV in their blocks.
+        ways += [
+            Way(name="draft model", pair=pair(*given, unified=0, prefill=1, decode=1)),
+            Way(name="computed", pair=pair(*given)),
+        ]
     return ways
 
 
