@@ -90,10 +90,8 @@ def build_engine(
         executor, store = measured.executor, measured.executor.kv_store
         max_model_len = context_length(config, spec, store.num_blocks)
         stores = _share_stores(comm, role, folder, store)  # first: drafters look into the memory
-        holds = _overlaps(config)
-        drafting = build_drafting(
-            config, spec, measured, grammars, clock, comm, role=role, holds=holds
-        )
+        given = config, spec, measured, grammars, clock, comm
+        drafting = build_drafting(*given, role=role, holds=_overlaps(config))
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, folder, store, comm, measured.num_staged)
     _forget_counts(executor, compilations)

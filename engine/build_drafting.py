@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from configs.schema import AppConfig, SpeculationConfig
+from configs.schema import AppConfig, SpeculationConfig, WorkersConfig
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.core import DraftingExecutor
@@ -244,8 +244,8 @@ def _draft_model_builder(target: _Target) -> tuple[ExecutorBuilder, ModelSpec]:
         return builder, own
     if target.config.moves_draft_kv:
         logger.info(
-            "decode workers compute the draft model's K and V of prompts, which do not move: they"
-            " are in FP8, latents, or of other heads than the model's, which ranks share"
+            "decode workers compute the draft model's K and V of prompts: these do not move, being"
+            " beside latents, or of other heads than the model's where ranks share these"
         )
     return _drafting_builder(target, path, own, None), own
 
@@ -353,13 +353,7 @@ def _drafting_builder(
         speculation=_attending_as(config.speculation) if spec.latent else SpeculationConfig(),
     )
     if model is None:  # whatever the target's experts are
-        workers = msgspec.structs.replace(
-            config.workers,
-            expert_parallel=False,
-            enable_dp_attention=False,
-            expert_exchange_min_tokens=None,
-            sequence_parallel_min_tokens=None,
-        )
+        workers = _without_experts(config.workers)
         replaced = msgspec.structs.replace(replaced, workers=workers)
     kv_scales = load_scales(replaced, spec)
     return ExecutorBuilder(
@@ -371,6 +365,16 @@ def _drafting_builder(
         matchers=target.grammars,
         comm=comm,
         kv_scales=kv_scales,
+    )
+
+
+def _without_experts(workers: WorkersConfig) -> WorkersConfig:
+    return msgspec.structs.replace(
+        workers,
+        expert_parallel=False,
+        enable_dp_attention=False,
+        expert_exchange_min_tokens=None,
+        sequence_parallel_min_tokens=None,
     )
 
 

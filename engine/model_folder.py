@@ -101,15 +101,20 @@ def _with_drafter(config: AppConfig, spec: ModelSpec, rank: Rank, layout: KvLayo
 
     layout: of `rank`, or of the whole model.
     """
-    own, block_size = load_spec(drafter_folder(config)), config.cache.block_size
-    whole = own.kv_layout(block_size=block_size, dtype=layout.dtype)
+    folder, dtype = drafter_folder(config), layout.dtype
+    own, scales = load_spec(folder), ""
+    if dtype == "fp8_e4m3":
+        scales = digest_of_scales(load_kv_scales(folder, own, file=None, is_random=False))
+    whole = own.kv_layout(block_size=layout.block_size, dtype=dtype, scales=scales)
     # Workers of other numbers of ranks find a head by its place among the target's.
     is_shared = max(config.workers.num_ranks.values()) > 1
     has_other_heads = (own.num_kv_heads, own.head_dim) != (spec.num_kv_heads, spec.head_dim)
     if not layout.can_hold(whole) or (is_shared and has_other_heads):
         return layout
     part = own.of_rank(WHOLE_MODEL if spec.has_dp_attention else rank)
-    return layout.with_drafter(part.kv_layout(block_size=block_size, dtype=layout.dtype))
+    return layout.with_drafter(
+        part.kv_layout(block_size=layout.block_size, dtype=dtype, scales=scales)
+    )
 
 
 def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:

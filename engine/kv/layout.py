@@ -89,10 +89,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, num_feature_layers=-(-width // self._layer_width))
 
     def can_hold(self, drafter: "KvLayout") -> bool:
-        """Whether `with_drafter` is possible: both keep K and V as the same numbers, unscaled."""
+        """Whether `with_drafter` is possible: both keep K and V, as numbers of one dtype."""
         planes = [len(kind.planes) for layout in (self, drafter) for kind in layout.kinds]
         same = self.dtype == drafter.dtype and self.block_size == drafter.block_size
-        return same and planes == [2, 2] and not self.scales
+        return same and planes == [2, 2]
 
     def with_drafter(self, drafter: "KvLayout") -> "KvLayout":
         """The same with room for the KV of a model that drafts, which it `can_hold`."""

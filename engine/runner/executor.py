@@ -80,12 +80,10 @@ class Executor:
         attention: Phases,
         options: ExecutorOptions = DEFAULT_OPTIONS,
         comm: Comm = SINGLE_RANK,
-        blocks: Tensor | None = None,
     ) -> None:
         """comm: to the other ranks of `model`; each has an executor and launches the same plans.
 
-        blocks: memory for K and V, as of `KvStore`; None = new memory. Raises ConfigError for a
-        second stream of a model without shared experts.
+        Raises ConfigError for a second stream of a model without shared experts.
         """
         _check_options(options, model, layout)
         limit = model.rotary.max_tokens
@@ -94,7 +92,7 @@ class Executor:
         is_ordered = options.sums_in_order
         self._dp = DpSteps(comm, is_ordered=is_ordered) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
-        store = KvStore(layout, num_blocks=num_blocks, device=model.device, tensor=blocks)
+        store = KvStore(layout, num_blocks=num_blocks, device=model.device, tensor=options.blocks)
         self._passes = ForwardPasses(
             model, store, attention, self._comm, self._dp, max_rows=max_rows, options=options
         )

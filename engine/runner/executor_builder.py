@@ -98,6 +98,8 @@ class ExecutorBuilder:
         if kv_scales is not None:
             own = WHOLE_MODEL if spec.has_dp_attention else comm.rank
             of_rank = scales_of_rank(kv_scales, own)
+            before = torch.ones(layout.num_layers_before, *of_rank.shape[1:])  # never read
+            of_rank = torch.cat((before, of_rank))
             self._kv_scales = KvScales.of(of_rank.to(self._device))
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -203,7 +205,6 @@ class ExecutorBuilder:
             attention=attention,
             options=self._options(),
             comm=self._comm,
-            blocks=self._blocks,
         )
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
@@ -263,6 +264,7 @@ class ExecutorBuilder:
             min_exchanged_tokens=self._min_exchanged_tokens(),
             sums_in_order=config.model.deterministic,
             second_stream_tokens=second_stream_tokens,
+            blocks=self._blocks,
         )
 
     def _min_exchanged_tokens(self) -> int | None:

@@ -6,23 +6,36 @@ and neither ever writes to a block that others may read. Nothing is sampled here
 """
 
 from collections import deque
+from typing import Protocol
 
 import msgspec
 
-from engine.core import DraftingExecutor, PendingStep
-from engine.plan import RowAdmission, StepPlan
+from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)
 
 
+class _Pass(Protocol):
+    def wait(self) -> StepResult: ...
+
+
+class _DraftModel(Protocol):
+    """An executor; see there."""
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> _Pass: ...
+
+
 class PromptPasses:
     """Passes of a draft model over what the target's plans compute of prompts."""
 
-    def __init__(self, executor: DraftingExecutor) -> None:
+    def __init__(self, executor: _DraftModel) -> None:
         """executor: of the draft model, with the target's rows and blocks; nobody else uses it."""
         self._executor = executor
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[_Pass] = deque()
         self._num_passes = 0
         self.num_computed_tokens = 0  # since the start
 

@@ -198,7 +198,7 @@ class OutgoingHandoffs:
                 key=request.key,
                 block_ids=self._numbered(request.block_ids),
                 first_token_id=request.tokens[-1],
-                num_drafter_tokens=request.num_drafter_tokens,
+                num_drafter_tokens=min(request.num_drafter_tokens, request.max_drafter_tokens),
             )
         )
 

@@ -3,25 +3,30 @@
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from configs.load import load_config
 from configs.schema import AppConfig
 from engine.engine import Engine
 from engine.kv.transfer import HandoffReady, OutgoingEvent
 from engine.messages import Role
+from engine.models.kv_scales import write_kv_scales
 from engine.request import SamplingParams
 from engine.runner.prompt_passes import PromptPasses
 from engine.speculation.draft_model import DraftModel
+from kernels.reference import TorchOps
 from load_tests.testbed.local_handoff import LocalPair
 from tests.engine.speculation.drafting_stories import exact_drafts, nums_missing
 from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
 from tests.engine.speculation.exact_engines import start_exact
 from tests.engine.speculation.guessed_engines import Asked, Kind, run, save_exact_model
 from tests.harness.seeds import seed_of
-from tests.harness.tiny_models import VOCAB_SIZE
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 SEED = seed_of(__name__)
 BLOCK_SIZE = 4
@@ -146,7 +151,7 @@ def test_prompts_computed_together_and_preempted_are_drafted_for_as_by_one_worke
     folder: Path, other: Path
 ) -> None:
     """What the decode side preempts it computes itself; so both have blocks of many prompts."""
-    asked = _asked(1, 5, 20, 9, shared=13, max_tokens=30)
+    asked = _asked(1, 5, 20, 9, shared=13, max_tokens=20)
     settings = _settings(other, model__max_model_len=64)
     one = start_exact(folder, **settings)
     proposals = record_proposals(one)
@@ -190,9 +195,29 @@ def test_requests_that_get_no_drafts_cost_the_prefill_side_nothing(
     assert pair.prompt_passes.num_computed_tokens == 29  # what leaves room for two more
 
 
-def test_kv_stays_on_the_decode_side_where_blocks_have_no_room_for_it(folder: Path) -> None:
-    """E4m3 numbers have scales, of each model other ones."""
-    fp8 = {"cache__kv_dtype": "fp8_e4m3"}
-    engine = start_exact(folder, role="prefill", notify=print, **APART, **_settings(folder, **fp8))
-    assert engine.layout.drafter is None
-    assert isinstance(engine.core.scheduler.drafting.drafter, DraftModel)
+def test_e4m3_numbers_move_each_of_its_models_scales(folder: Path, tmp_path: Path) -> None:
+    """With other scales than the target's, the draft model is as right as in one worker."""
+    copytree(folder, other := tmp_path / "draft")
+    draw = torch.Generator().manual_seed(SEED)
+    scales, weights = tmp_path / "scales.safetensors", other / "model.safetensors"
+    write_kv_scales(scales, 2.0 ** torch.randint(-3, 4, (2, 2, 2), generator=draw))
+    save_file(load_file(weights) | load_file(scales), weights)
+    settings = _settings(other, cache__kv_dtype="fp8_e4m3")
+    asked = _asked(6, 21, shared=9)
+    one = start_exact(folder, **settings)
+    expected = [found.tokens for each in asked for found in run(one, [each])]
+    pair = _Pair(folder, settings)
+    assert pair.answer_each(asked) == expected
+    assert pair.nums_missing == [0] * len(asked)
+    there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
+    assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
+    assert pair.decode.layout.drafter.scales != one.layout.scales
+
+
+def test_latents_have_no_room_for_it(folder: Path, tmp_path: Path) -> None:
+    """As before, the decode side then computes all of it."""
+    save_model(tmp_path, "DeepseekV2ForCausalLM", seed=SEED)
+    given = APART | _settings(folder)
+    prefill = start_exact(tmp_path, role="prefill", notify=print, ops=TorchOps(), **given)
+    assert prefill.layout.drafter is None
+    assert isinstance(prefill.core.scheduler.drafting.drafter, DraftModel)
