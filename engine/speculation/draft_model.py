@@ -469,9 +469,7 @@ class DraftModel:
             num_found += self._block_size
         # Of the last block, which is not full, only the request says what came.
         num_came = request.num_drafter_tokens
-        return (
-            num_came if num_found == num_came // self._block_size * self._block_size else num_found
-        )
+        return num_came if num_came - num_found in range(self._block_size) else num_found
 
     def _begin_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """No block that the passes write, with drafts or tokens, is complete meanwhile."""
