@@ -14,8 +14,8 @@ engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. Th
     computed      nothing of it moves: it needs ids alone, and computes its KV on the decode side
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
-second token counts from the moment when the KV is there; so it has the drafter's pass over the
-prompt in it. Every way must give the same tokens.
+second token counts from the moment when the KV is there; so it has what a drafter computes of the
+prompt on the decode side in it. Every way must give the same tokens.
 """
 
 import argparse
@@ -42,12 +42,13 @@ class Way:
     name: str
     pair: LocalPair
     zeroes: bool = False
+    first_ms: list[float] = field(default_factory=list)
     second_ms: list[float] = field(default_factory=list)
     rest_ms: list[float] = field(default_factory=list)  # a token, after the second
     answers: list[list[int]] = field(default_factory=list)
 
     def run(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        moved_s = 0.0
+        moved_s, began_s = 0.0, time.perf_counter()
 
         def arrived(block_ids: list[int]) -> None:
             nonlocal moved_s
@@ -58,7 +59,8 @@ class Way:
             moved_s = time.perf_counter()
 
         (found,) = self.pair.answer([(prompt, params)], arrived)
-        times_s = found.times_s[1:]  # the first came from the prefill side
+        first_s, *times_s = found.times_s  # the first came from the prefill side
+        self.first_ms.append(1e3 * (first_s - began_s))
         self.second_ms.append(1e3 * (times_s[0] - moved_s))
         self.rest_ms.append(1e3 * (times_s[-1] - times_s[0]) / (len(times_s) - 1))
         self.answers.append(found.tokens)
@@ -69,6 +71,7 @@ class Way:
         length = 1 + counts.num_accepted / counts.num_verified if counts.num_verified else 1.0
         return [
             self.name,
+            f"{statistics.median(self.first_ms):.1f}",
             f"{statistics.median(self.second_ms):.1f}",
             f"{statistics.median(self.rest_ms):.2f}",
             f"{length:.2f}",
@@ -130,7 +133,8 @@ def main() -> None:
     for way in ways:
         assert way.answers == ways[0].answers, f"{way.name} gave other tokens"
     print(describe_machine())
-    header = ["", "second token, ms", "ms a token", "accepted length", "acceptance by position"]
+    times = ["first token, ms", "second token, ms", "ms a token"]
+    header = ["", *times, "accepted length", "acceptance by position"]
     print(render_rows([header, *(way.row() for way in ways)]))
 
 
