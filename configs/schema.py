@@ -494,3 +494,8 @@ class AppConfig(_Section, frozen=True):
     api: ApiConfig = ApiConfig()
     tracing: TracingConfig = TracingConfig()
     lifetimes: LifetimesConfig = LifetimesConfig()
+
+    @property
+    def moves_draft_kv(self) -> bool:
+        """Whether prompts move between workers for which a draft model reads them, too."""
+        return self.speculation.drafter == "draft_model" and self.workers.prefill > 0

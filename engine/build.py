@@ -87,16 +87,16 @@ def build_engine(
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         measured = _build_measured_executor(config, folder, clock, comm, model, grammars, role=role)
-        holds = _overlaps(config)
-        drafting = build_drafting(config, spec, measured, grammars, clock, comm, holds=holds)
         executor, store = measured.executor, measured.executor.kv_store
         max_model_len = context_length(config, spec, store.num_blocks)
-        stores = _share_stores(comm, role, folder, store)
+        stores = _share_stores(comm, role, folder, store)  # first: drafters look into the memory
+        given = config, spec, measured, grammars, clock, comm
+        drafting = build_drafting(*given, role=role, holds=_overlaps(config))
         key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
         below = build_below_device(config, role, key, folder, store, comm, measured.num_staged)
     _forget_counts(executor, compilations)
     tiers = below.of_ranks(comm.rank.size if spec.has_dp_attention else 1, store.num_blocks)
-    cache = _build_caches(config, store.num_blocks, tiers)
+    cache = _build_caches(config, store.num_blocks, tiers, drafting)
     hasher = RequestHasher.of_blocks(key, model_fingerprint, folder.layout)
     outgoing = _build_outgoing(cache, notify)
     finish_rules = FinishRules(spec.eos_token_ids, max_model_len)
@@ -234,19 +234,23 @@ def _forget_counts(executor: Executor, compilations: CompilationCounter) -> None
 
 
 def _build_caches(
-    config: AppConfig, num_blocks: int, tiers: Sequence[OwnTier]
+    config: AppConfig, num_blocks: int, tiers: Sequence[OwnTier], drafting: RankDrafting
 ) -> BlockCache | RankCaches:
     """tiers: of each rank with blocks of its own, each `num_blocks`."""
-    caches = [_build_cache(config, num_blocks, tier) for tier in tiers]
+    pairs = zip(tiers, drafting.of_rank, strict=True)
+    caches = [_build_cache(config, num_blocks, tier, own) for tier, own in pairs]
     return caches[0] if len(caches) == 1 else RankCaches(caches)
 
 
-def _build_cache(config: AppConfig, num_blocks: int, host_tier: OwnTier) -> BlockCache:
+def _build_cache(
+    config: AppConfig, num_blocks: int, host_tier: OwnTier, drafting: Drafting
+) -> BlockCache:
     return BlockCache(
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
         on_evict=host_tier.save if host_tier and host_tier.stores == "evicted" else None,
+        on_allocate=drafting.forget_blocks,
     )
 
 

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from configs.schema import AppConfig, SpeculationConfig
+from configs.schema import AppConfig, SpeculationConfig, WorkersConfig
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.core import DraftingExecutor
 from engine.errors import ConfigError
 from engine.kv.features import FeaturePlanes
+from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.messages import Role
 from engine.model_folder import DTYPES, drafter_folder, load_scales, rank_layout
 from engine.models.eagle3 import build_eagle3, read_eagle3
 from engine.models.feature_head import FeatureHead
@@ -31,7 +33,9 @@ from engine.ranks.shared_stores import part_of
 from engine.runner.executor_builder import ExecutorBuilder
 from engine.runner.exports import NextFeatures, TokenFeatures
 from engine.runner.measured_executor import MeasuredExecutor
+from engine.runner.prompt_passes import PromptPasses
 from engine.runner.warm_up import warm_up_ahead
+from engine.scheduling.drafter_prompts import DrafterPrompts
 from engine.scheduling.drafting import DraftCounts, Drafting
 from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
@@ -134,11 +138,13 @@ def build_drafting(
     clock: Clock,
     comm: Comm,
     *,
+    role: Role,
     holds: bool,
 ) -> RankDrafting:
     """The drafts of one worker's requests; none unless the configuration names a drafter.
 
-    holds: as of `Drafting`. comm: to the ranks that launch the same plans.
+    holds: as of `Drafting`. comm: to the ranks that launch the same plans. A prefill worker whose
+    blocks have room for a draft model's K and V computes these, and drafts nothing itself.
     """
     asked = config.speculation
     target = _Target(
@@ -149,6 +155,8 @@ def build_drafting(
             of_rank=[Drafting(None, None, holds=holds)] * target.num_own, passes=None
         )
     policy, counts = build_policy(asked), DraftCounts()
+    if role == "prefill" and measured.executor.layout.drafter is not None:
+        return _build_prompt_passes(target, policy)
 
     def drafting(drafter: Drafter) -> Drafting:
         sizes = measured.verify_token_sizes
@@ -212,6 +220,14 @@ _BuildDrafter = Callable[[DraftingExecutor, Clock], DraftModel]
 
 def _build_draft_model(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
     """An executor like the target's over the smaller model, with as many blocks."""
+    builder, spec = _draft_model_builder(target)
+    return _build_passes(target, builder, spec, DraftModel)
+
+
+def _draft_model_builder(target: _Target) -> tuple[ExecutorBuilder, ModelSpec]:
+    """Also returns what the whole draft model is. Its K and V go into the target's blocks, if these
+    have room for them.
+    """
     path = target.config.speculation.model_path
     assert path is not None, "draft_model has one"
     own, spec = load_spec(Path(path)), target.spec
@@ -220,8 +236,40 @@ def _build_draft_model(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter
             f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
-    builder = _drafting_builder(target, path, own, None)
-    return _build_passes(target, builder, own, DraftModel)
+    store = target.measured.executor.kv_store
+    if store.layout.drafter is not None:
+        layout = store.layout.of_drafter
+        builder = _drafting_builder(target, path, own, None, layout)
+        builder.store_in(store.tensor.view(store.num_blocks, *layout.block_shape))
+        return builder, own
+    if target.config.moves_draft_kv:
+        logger.info(
+            "decode workers compute the draft model's K and V of prompts: these do not move, being"
+            " beside latents, or of other heads than the model's where ranks share these"
+        )
+    return _drafting_builder(target, path, own, None), own
+
+
+def _build_prompt_passes(target: _Target, policy: DraftPolicy) -> RankDrafting:
+    """Steps of the target compute a draft model's K and V of prompts, too; nothing is drafted."""
+    builder, _ = _draft_model_builder(target)
+    executor = target.measured.executor
+    executor.compute_prompts_with(PromptPasses(builder.build_executor()))
+    of_rank = [
+        Drafting(
+            None,
+            None,
+            holds=target.holds,
+            prompts=DrafterPrompts(
+                policy,
+                num_blocks=executor.kv_store.num_blocks,
+                block_size=target.config.cache.block_size,
+                max_model_len=builder.max_row_tokens,
+            ),
+        )
+        for _ in range(target.num_own)
+    ]
+    return RankDrafting(of_rank=of_rank, passes=None)
 
 
 def _build_feature_drafter(target: _Target) -> tuple[DraftingExecutor, _BuildDrafter]:
@@ -263,12 +311,17 @@ def _build_passes(
 
 
 def _drafting_builder(
-    target: _Target, path: str, spec: ModelSpec, model: CausalLM | None
+    target: _Target,
+    path: str,
+    spec: ModelSpec,
+    model: CausalLM | None,
+    layout: KvLayout | None = None,
 ) -> ExecutorBuilder:
     """Like the target's, with as many blocks, for another model.
 
     spec: of the whole model; model: the rank's part, None = load it. A model that is given is a
-    head, whose K and V have no scales: they stay as they are computed.
+    head, whose K and V have no scales: they stay as they are computed. layout: of the rank's
+    blocks; None = blocks of this model's alone.
     """
     config, executor, comm = target.config, target.measured.executor, target.comm_of(spec)
     length = model.rotary.max_tokens if model is not None else None
@@ -300,24 +353,28 @@ def _drafting_builder(
         speculation=_attending_as(config.speculation) if spec.latent else SpeculationConfig(),
     )
     if model is None:  # whatever the target's experts are
-        workers = msgspec.structs.replace(
-            config.workers,
-            expert_parallel=False,
-            enable_dp_attention=False,
-            expert_exchange_min_tokens=None,
-            sequence_parallel_min_tokens=None,
-        )
+        workers = _without_experts(config.workers)
         replaced = msgspec.structs.replace(replaced, workers=workers)
     kv_scales = load_scales(replaced, spec)
     return ExecutorBuilder(
         replaced,
         spec=spec.of_rank(comm.rank),
-        layout=rank_layout(replaced, spec, comm.rank, kv_scales),
+        layout=layout or rank_layout(replaced, spec, comm.rank, kv_scales),
         sizes=target.measured.sizes,
         model=model,
         matchers=target.grammars,
         comm=comm,
         kv_scales=kv_scales,
+    )
+
+
+def _without_experts(workers: WorkersConfig) -> WorkersConfig:
+    return msgspec.structs.replace(
+        workers,
+        expert_parallel=False,
+        enable_dp_attention=False,
+        expert_exchange_min_tokens=None,
+        sequence_parallel_min_tokens=None,
     )
 
 

@@ -549,6 +549,8 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # 0 only if no block is missing and the piece just commits
     digests: list[int]  # one per block
     first_token_id: int | None = None  # set on the last piece: sampled by the sender
+    # Set on the last piece: leading tokens with whose KV in the sender's blocks a draft model's is.
+    num_drafter_tokens: int = 0
 
 
 class PieceReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,8 @@ def rank_layout(
     dtype: KvDtype = computed if kv_scales is None else "fp8_e4m3"
     scales = "" if kv_scales is None else digest_of_scales(kv_scales)
     layout = part.kv_layout(block_size=block_size, dtype=dtype, scales=scales)
+    if config.moves_draft_kv:
+        return _with_drafter(config, spec, rank, layout)
     width = _feature_width(config, spec)
     if width is None:
         return layout
@@ -92,6 +94,27 @@ def rank_layout(
     num_elements = width * DTYPE_BYTES[computed] // DTYPE_BYTES[dtype]
     whole = spec.kv_layout(block_size=block_size, dtype=dtype).with_features(num_elements)
     return msgspec.structs.replace(layout, num_feature_layers=whole.num_feature_layers)
+
+
+def _with_drafter(config: AppConfig, spec: ModelSpec, rank: Rank, layout: KvLayout) -> KvLayout:
+    """The same with room for the draft model's K and V, unless they do not go into its blocks.
+
+    layout: of `rank`, or of the whole model.
+    """
+    folder, dtype = drafter_folder(config), layout.dtype
+    own, scales = load_spec(folder), ""
+    if dtype == "fp8_e4m3":
+        scales = digest_of_scales(load_kv_scales(folder, own, file=None, is_random=False))
+    whole = own.kv_layout(block_size=layout.block_size, dtype=dtype, scales=scales)
+    # Workers of other numbers of ranks find a head by its place among the target's.
+    is_shared = max(config.workers.num_ranks.values()) > 1
+    has_other_heads = (own.num_kv_heads, own.head_dim) != (spec.num_kv_heads, spec.head_dim)
+    if not layout.can_hold(whole) or (is_shared and has_other_heads):
+        return layout
+    part = own.of_rank(WHOLE_MODEL if spec.has_dp_attention else rank)
+    return layout.with_drafter(
+        part.kv_layout(block_size=layout.block_size, dtype=dtype, scales=scales)
+    )
 
 
 def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:

@@ -91,6 +91,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # Of a model that drafts: the row's new tokens are samples of the target's step in flight, and
     # it samples after the last of them that counts.
     open_ended: list[int] = []
+    # Indices of rows with new tokens of a prompt of which a draft model computes K and V, too; from
+    # the plan on that admits the row.
+    drafter_rows: list[int] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []
     # (row, index, token ids): what a row was not told of its text, from that index on; before index

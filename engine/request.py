@@ -111,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 MAX_DRAFTS = 16  # that anybody may ask for
+MAX_TOKENS = 2**62  # above any number
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -204,6 +205,12 @@ class Request:
     started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    # Leading tokens in whose blocks a draft model's K and V are, too: computed here for a decode
+    # worker, or come from a prefill worker. 0 = of none, or nobody knows.
+    num_drafter_tokens: int = 0
+    # At most so many of them may be told a decode worker, which may have got blocks of an earlier
+    # attempt that had no more.
+    max_drafter_tokens: int = MAX_TOKENS
     num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index
     row: int | None = None  # slot in the executor's tables while running
 
@@ -253,7 +260,10 @@ class Request:
 
     def start_over(self) -> None:
         """Reset the progress after a preemption: no known token is computed any more."""
+        if self.num_drafter_tokens < self.num_computed_tokens:
+            self.max_drafter_tokens = min(self.max_drafter_tokens, self.num_drafter_tokens)
         self.num_computed_tokens = 0
+        self.num_drafter_tokens = 0
         self.num_preemptions += 1
         self.num_known_at_preemption = self.num_known_tokens
         if self.needs_whole_prompt:

@@ -57,6 +57,7 @@ class NextPiece:
     # Sampled with the prompt's last block; without it the decode side cannot commit. None = this
     # piece is not the last.
     first_token_id: int | None
+    num_drafter_tokens: int  # likewise, as of `PieceHeader`
     is_early: bool  # the prompt still computes
 
 
@@ -134,10 +135,12 @@ class ComputedBlocks:
             return None
         first_block, self._next = self._next, end
         self._num_under_way += 1
+        end_of_all = ready if is_last else None
         return NextPiece(
             first_block=first_block,
             block_ids=self._block_ids[first_block:end],
-            first_token_id=ready.first_token_id if ready is not None and is_last else None,
+            first_token_id=None if end_of_all is None else end_of_all.first_token_id,
+            num_drafter_tokens=0 if end_of_all is None else end_of_all.num_drafter_tokens,
             is_early=ready is None,
         )
 
@@ -308,4 +311,5 @@ class PieceSender:
             num_blocks=len(piece.block_ids),
             digests=[],  # known when the blocks are read
             first_token_id=piece.first_token_id,
+            num_drafter_tokens=piece.num_drafter_tokens,
         )

@@ -61,8 +61,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
 def describe_deployment(config: AppConfig) -> DeploymentSpec:
     """Read the model folder's identity (not its weights) and hash it with the config."""
     model, drafter = _model_fingerprint(Path(config.model.path)), _drafter_fingerprint(config)
-    if config.speculation.drafter == "eagle3":
-        model = f"{model} {drafter}"  # blocks hold what this head's weights made
+    if config.speculation.drafter == "eagle3" or config.moves_draft_kv:
+        model = f"{model} {drafter}"  # blocks hold what this folder's weights made
     _check_mask(config)
     sections = msgspec.to_builtins(config)
     for section in EDGE_ONLY:
@@ -126,7 +126,7 @@ def _block_key(config: AppConfig, model: str) -> bytes:
     kept = kept_key(Path(config.cache.disk_path))
     workers = config.workers
     ranks = {role: size for role, size in workers.num_ranks.items() if role != "decode"}
-    # Of eagle3 the model's name says it.
+    # Of eagle3, and of a draft model whose K and V move, the model's name says it.
     layout = [ranks, workers.enable_dp_attention, config.speculation.drafter == "mtp"]
     asked = msgspec.json.encode([VERSION, model, config.model, config.cache, layout])
     return hashlib.blake2b(asked, key=kept, digest_size=BLOCK_KEY_BYTES).digest()

@@ -57,13 +57,18 @@ class BlockCache:
         enable_prefix_caching: bool,
         protected_share: float,
         on_evict: Callable[[Sequence[tuple[int, bytes]]], None] | None = None,
+        on_allocate: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """on_evict: takes blocks (id, hash) that are evicted, before they are handed out again."""
+        """on_evict: takes blocks (id, hash) that are evicted, before they are handed out again.
+
+        on_allocate: takes blocks that are handed out, whatever for: their content is worthless.
+        """
         assert 0.0 <= protected_share <= 1.0, f"protected_share is {protected_share}"
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks, max_protected=int(protected_share * num_blocks))
         self._enable_prefix_caching = enable_prefix_caching
         self._on_evict = on_evict
+        self._on_allocate = on_allocate
         self._num_lookups = 0
         self._num_lookup_blocks = 0
         self._num_hit_blocks = 0
@@ -138,7 +143,10 @@ class BlockCache:
             return None
         if self._pool.num_free < num_blocks:
             self._evict(num_blocks)
-        return self._pool.allocate(num_blocks)
+        block_ids = self._pool.allocate(num_blocks)
+        if self._on_allocate is not None and block_ids:
+            self._on_allocate(block_ids)
+        return block_ids
 
     def _evict(self, num_free: int) -> None:
         """Evict until so many blocks are free."""

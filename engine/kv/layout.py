@@ -8,7 +8,13 @@ the first token and are in no block; the layout has their digest.
 
 A drafter may need a vector of the model's hidden states for every token (`engine/kv/features.py`).
 It lies in planes behind those of the last layer, so it is where the token's KV is: it is cached,
-evicted, moved and checked with it.
+evicted, moved and checked with it. So does the KV of a model that drafts, where it moves between
+workers. It has heads of its own, so the block is divided once more, into layers of its size:
+
+    target's view    layer 0 | layer 1 | ... | layer n-1 |  padding  | (drafter's KV)
+    drafter's view   num_layers_before of its layers ............... | layer 0 | layer 1 | ...
+
+Both views are contiguous stores, and kernels need not know that there are two.
 """
 
 from typing import Literal, Self
@@ -47,6 +53,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[KvLayers, ...]
     scales: str = ""  # digest of the scales of all heads, whichever are here; "" = there are none
     num_feature_layers: int = 0  # behind the model's, with the same planes
+    drafter: "KvLayout | None" = None  # of a model's that drafts, at the end of the block
+    num_layers_before: int = 0  # of a drafter's view: what of the block is not its own
 
     @classmethod
     def with_heads(
@@ -78,19 +86,49 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_features(self, width: int) -> "KvLayout":
         """The same with room for a vector of `width` elements a token."""
+        return msgspec.structs.replace(self, num_feature_layers=-(-width // self._layer_width))
+
+    def can_hold(self, drafter: "KvLayout") -> bool:
+        """Whether `with_drafter` is possible: both keep K and V, as numbers of one dtype."""
+        planes = [len(kind.planes) for layout in (self, drafter) for kind in layout.kinds]
+        same = self.dtype == drafter.dtype and self.block_size == drafter.block_size
+        return same and planes == [2, 2]
+
+    def with_drafter(self, drafter: "KvLayout") -> "KvLayout":
+        """The same with room for the KV of a model that drafts, which it `can_hold`."""
+        fits = self.can_hold(drafter) and self.num_layers_behind == 0
+        assert fits, f"{drafter} does not go into {self}"
+        return msgspec.structs.replace(self, drafter=drafter)
+
+    @property
+    def of_drafter(self) -> "KvLayout":
+        """The drafter's view of the whole block."""
+        assert self.drafter is not None, f"no drafter's KV in {self}"
+        num_layers = self._num_layers * self._layer_width // self.drafter._layer_width
+        num_before = num_layers - self.drafter._num_layers
+        return msgspec.structs.replace(self.drafter, num_layers_before=num_before)
+
+    @property
+    def num_layers_behind(self) -> int:
+        """Layers behind the model's own: of features, or of padding and a drafter's KV."""
+        if self.drafter is None:
+            return self.num_feature_layers
         (kind,) = self.kinds
-        layer_width = len(kind.planes) * self._plane.num_heads * self._plane.width
-        return msgspec.structs.replace(self, num_feature_layers=-(-width // layer_width))
+        own, theirs = self._layer_width, self.drafter._layer_width
+        num_behind = -(-self.drafter._num_layers * theirs // own)
+        while (kind.num_layers + num_behind) * own % theirs:
+            num_behind += 1
+        return num_behind
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         """[layers, planes, block_size, heads, width]; all planes must have one shape and dtype.
 
-        Layers of features are among the layers, the last ones.
+        Layers before and behind the model's are among the layers.
         """
         (kind,) = self.kinds
-        plane, num_layers = self._plane, kind.num_layers + self.num_feature_layers
-        return (num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
+        plane = self._plane
+        return (self._num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
 
     @property
     def dtype(self) -> KvDtype:
@@ -115,14 +153,25 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         token_bytes = sum(
             kind.num_layers * plane.token_bytes for kind in self.kinds for plane in kind.planes
         )
-        if self.num_feature_layers:
+        if num_others := self.num_layers_before + self.num_layers_behind:
             (kind,) = self.kinds
-            token_bytes += self.num_feature_layers * sum(p.token_bytes for p in kind.planes)
+            token_bytes += num_others * sum(p.token_bytes for p in kind.planes)
         return self.block_size * token_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def _num_layers(self) -> int:
+        num_own = sum(kind.num_layers for kind in self.kinds)
+        return self.num_layers_before + num_own + self.num_layers_behind
+
+    @property
+    def _layer_width(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        (kind,) = self.kinds
+        return len(kind.planes) * self._plane.num_heads * self._plane.width
 
     @property
     def _plane(self) -> KvPlane:

@@ -144,8 +144,9 @@ class KvStore:
         self.tensor.index_copy_(0, self.index(block_ids), data.to(self.device))
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks with zeros."""
-        self.tensor.index_fill_(0, self.index(block_ids), 0)
+        """Overwrite blocks with zeros; in a drafter's view, its layers of them."""
+        own = self.tensor[:, self.layout.num_layers_before :]
+        own.index_fill_(0, self.index(block_ids), 0)
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
         """Digest of each block in the store, in order; see `digest_staged`."""

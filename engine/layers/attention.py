@@ -138,7 +138,7 @@ class Attention:
             self._head_norms,
             ctx.rotary[self._rope],
             ctx.kv_store,
-            self._layer,
+            ctx.num_layers_before + self._layer,
             ctx.slots,
             ctx.kv_scales,
         )
@@ -150,7 +150,7 @@ class Attention:
             tokens.q,
             tokens.k,
             tokens.v,
-            self._layer,
+            ctx.num_layers_before + self._layer,
             ctx.kv_store,
             ctx.attention_metadata,
             sinks=self._sinks,

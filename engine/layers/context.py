@@ -155,6 +155,7 @@ class ForwardContext:
     attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
     kv_scales: KvScales | None = None  # of a store of e4m3 numbers
+    num_layers_before: int = 0  # of the store, before the model's own; not with latent attention
     # Between attention and attention each rank has its share of the tokens (`own_rows`).
     exchanges: bool = False
     # `RowExchange`: how the rows of ranks with DP attention meet for the experts; None = without.

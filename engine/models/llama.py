@@ -319,23 +319,29 @@ def _stream(flow: Flow, *, is_shared_out: bool = False) -> Tensor:
 
 
 def attention_shape(
-    spec: ModelSpec, mask_function: MaskFunction | None = None, *, num_feature_layers: int = 0
+    spec: ModelSpec,
+    mask_function: MaskFunction | None = None,
+    *,
+    num_layers_before: int = 0,
+    num_layers_behind: int = 0,
 ) -> AttentionShape | LatentShape:
     """What an attention backend has to compute; spec: of one rank.
 
-    num_feature_layers: of the store's layout. No attention runs there, but they count when a
-    backend finds a block of a layer. Raises ConfigError for a mask function and latent attention.
+    num_layers_before, num_layers_behind: of the store's layout. No attention runs there, but they
+    count when a backend finds a block of a layer. Raises ConfigError for a mask function and latent
+    attention.
     """
     if spec.latent is not None:
         if mask_function is not None:
             raise ConfigError("model.attention.mask: latent attention has none; leave it out")
         shape = latent_shape(spec, spec.latent)
-        return replace(shape, num_layers=shape.num_layers + num_feature_layers)
+        return replace(shape, num_layers=shape.num_layers + num_layers_behind)
+    first, last = spec.layer_windows[:1], spec.layer_windows[-1:]
     return AttentionShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        layer_windows=spec.layer_windows + spec.layer_windows[-1:] * num_feature_layers,
+        layer_windows=first * num_layers_before + spec.layer_windows + last * num_layers_behind,
         query_scale=spec.query_scale,
         softcap=spec.attention_softcap,
         has_sinks=spec.has_sinks,

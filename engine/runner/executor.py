@@ -34,6 +34,7 @@ from engine.runner.inputs import InputBatch, write_idle_batch, write_input_batch
 from engine.runner.overlap.rule import OverlapRule
 from engine.runner.overlap.two_batches import TwoBatches
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
+from engine.runner.prompt_passes import PromptPasses
 from engine.runner.request_rows import RequestRows
 from engine.runner.results import (
     NOTHING_ALLOWED,
@@ -91,7 +92,7 @@ class Executor:
         is_ordered = options.sums_in_order
         self._dp = DpSteps(comm, is_ordered=is_ordered) if model.spec.has_dp_attention else None
         self._comm = SINGLE_RANK if self._dp else comm  # then all but the experts is whole here
-        store = KvStore(layout, num_blocks=num_blocks, device=model.device)
+        store = KvStore(layout, num_blocks=num_blocks, device=model.device, tensor=options.blocks)
         self._passes = ForwardPasses(
             model, store, attention, self._comm, self._dp, max_rows=max_rows, options=options
         )
@@ -121,6 +122,7 @@ class Executor:
         self._newest: PendingStep | None = None  # the step launched last; None = it has no rows
         self._decode_run: DecodeRun | None = None
         self._keeper: ExportKeeper | None = None
+        self._prompt_passes: PromptPasses | None = None
         second = options.second_stream_tokens
         self._shared_stream = SharedExpertStream(model, second) if second else None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
@@ -153,6 +155,10 @@ class Executor:
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
         self._keeper = keeper
+
+    def compute_prompts_with(self, passes: PromptPasses) -> None:
+        """From now on `passes` are launched before the rows that plans name for them."""
+        self._prompt_passes = passes
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
@@ -358,7 +364,10 @@ class Executor:
             return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Apply the changes that precede the step: zero blocks, then release and admit rows."""
+        """Do what precedes the step: a draft model's pass, zero blocks, release and admit rows."""
+        if plan.drafter_rows:
+            assert self._prompt_passes is not None, "nothing drafts"
+            self._prompt_passes.launch(plan)
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):

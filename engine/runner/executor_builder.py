@@ -91,12 +91,15 @@ class ExecutorBuilder:
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._target: Executor | None = None
+        self._blocks: Tensor | None = None
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
         if kv_scales is not None:
             own = WHOLE_MODEL if spec.has_dp_attention else comm.rank
             of_rank = scales_of_rank(kv_scales, own)
+            before = torch.ones(layout.num_layers_before, *of_rank.shape[1:])  # never read
+            of_rank = torch.cat((before, of_rank))
             self._kv_scales = KvScales.of(of_rank.to(self._device))
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -128,6 +131,10 @@ class ExecutorBuilder:
     def draft_for(self, target: Executor) -> None:
         """Executors built from now on draft for `target`."""
         self._target = target
+
+    def store_in(self, blocks: Tensor) -> None:
+        """Executors built from now on keep K and V in this memory, [num_blocks, *block_shape]."""
+        self._blocks = blocks
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -257,6 +264,7 @@ class ExecutorBuilder:
             min_exchanged_tokens=self._min_exchanged_tokens(),
             sums_in_order=config.model.deterministic,
             second_stream_tokens=second_stream_tokens,
+            blocks=self._blocks,
         )
 
     def _min_exchanged_tokens(self) -> int | None:
@@ -386,7 +394,12 @@ class ExecutorBuilder:
             mask = (
                 None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
             )
-            shape = attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers)
+            shape = attention_shape(
+                spec,
+                mask,
+                num_layers_before=self._layout.num_layers_before,
+                num_layers_behind=self._layout.num_layers_behind,
+            )
             is_fp8 = self._layout.dtype == "fp8_e4m3"
             phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
             if asked.attention_backend == "decode":

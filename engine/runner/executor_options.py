@@ -1,9 +1,11 @@
 """What an executor is told before it is built, besides its sizes.
 
-All ranks are told the same, but for the scales of their own heads.
+All ranks are told the same, but for the scales of their own heads and for their memory.
 """
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from kernels.kv.scales import KvScales
 
@@ -24,6 +26,8 @@ class ExecutorOptions:
     sums_in_order: bool = False
     # Graphs of up to so many tokens compute shared experts in a stream of their own; 0 = none does.
     second_stream_tokens: int = 0
+    # [num_blocks, *block_shape], memory for K and V that another executor has, too; None = its own.
+    blocks: Tensor | None = None
 
 
 DEFAULT_OPTIONS = ExecutorOptions()

@@ -121,6 +121,7 @@ class ForwardPasses:
             rows=self._dp.padded(len(slots)) if self._dp else None,  # unless the caller knows more
             fused_sums=self._comm.fused_sums,
             kv_scales=self._kv_scales,
+            num_layers_before=self.kv_store.layout.num_layers_before,
         )
 
     def exchanges(self, num_tokens: int) -> bool:

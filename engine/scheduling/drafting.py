@@ -34,10 +34,11 @@ from engine.cost_model import StepCosts, StepWork
 from engine.messages import SpeculationLoad
 from engine.plan import NEWEST, StepResult
 from engine.request import Request, RequestKey
+from engine.scheduling.drafter_prompts import DrafterPrompts
 from engine.scheduling.host_gap import HostGap
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.speculation.controller import StepDrafts, StepOffer
-from engine.speculation.drafter import Drafter, DraftPolicy
+from engine.speculation.drafter import Drafter, DraftPolicy, most_drafts_ever
 from engine.turns import Turns
 
 _MAX_REST_STEPS = 64
@@ -177,15 +178,17 @@ class Drafting:
         holds: bool = True,
         graph_tokens: Sequence[int] = (),
         counts: DraftCounts | None = None,
+        prompts: DrafterPrompts | None = None,
     ) -> None:
         """Both or none. `holds`: steps overlap, so requests that may get drafts must be held.
 
         graph_tokens: sizes that steps with drafts and without prompts are padded to, ascending; ()
         = none is. counts: of several schedulers, which have a policy in common; None = of this
-        one's.
+        one's. prompts: of which a draft model computes K and V for decode workers; None = of none.
         """
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
         self.drafter = drafter
+        self._prompts = prompts
         self._policy = policy
         self.holds = holds
         self._graph_tokens = tuple(graph_tokens)
@@ -299,7 +302,7 @@ class Drafting:
         if None in bounds:
             for request in requests:
                 if request.key not in self._bounds:
-                    self._bounds[request.key] = _bound(policy, request)
+                    self._bounds[request.key] = most_drafts_ever(policy, request)
             bounds = list(map(self._bounds.get, keys))
         # Who may have none is not asked about: it would take the place of one that is tried.
         gates = iter(policy.max_drafts([key for key, b in zip(keys, bounds, strict=True) if b]))
@@ -557,6 +560,21 @@ class Drafting:
             for tell in unsettled:
                 tell(self._policy)
 
+    def drafter_chunks(self, chunks: Sequence[tuple[Request, int]]) -> list[int]:
+        """As of `DrafterPrompts.plan`."""
+        return [] if self._prompts is None else self._prompts.plan(chunks)
+
+    def arrived(self, request: Request) -> None:
+        """The request joins with its KV."""
+        if self.drafter is not None:
+            self.drafter.arrived(request)
+
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+        """These blocks get another content."""
+        for keeper in (self.drafter, self._prompts):
+            if keeper is not None:
+                keeper.forget_blocks(block_ids)
+
     def read(self, requests: Iterable[Request]) -> None:
         """Prepare the next drafts of those that may have some, by their known tokens."""
         if self.drafter is not None:
@@ -622,9 +640,3 @@ def _texts(
     looked_up = [i for i, its_drafts in drafts.items() if its_drafts[0] < NEWEST]
     told = [(i, *piece) for i in looked_up for piece in drafter.tell(requests[i])]
     return [(i, start, token_ids) for i, start, token_ids in told if token_ids]
-
-
-def _bound(policy: DraftPolicy, request: Request) -> int:
-    """Who asks for drafts gets them at any temperature."""
-    limit = request.spec.max_drafts
-    return policy.bound(request.params.temperature if limit is None else 0.0, limit)

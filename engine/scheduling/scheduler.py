@@ -33,6 +33,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 
+import msgspec
+
 from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.cost_model import StepCosts, StepWork
 from engine.errors import CapacityError
@@ -159,6 +161,7 @@ class Scheduler:
         self._finish_rules.apply(request)
         self._blocks.hash_full(request)
         self._blocks.index_later(request, request.num_computed_tokens)
+        self.drafting.arrived(request)
         self._running.add(request)
         if self._rows.num_free > 0:
             self._rows.give(request)
@@ -463,6 +466,8 @@ class Scheduler:
         verified = self.drafting.take_verified(decodes.requests)
         columns = decodes, chunks, grown, zero_block_ids, self._rows
         plan = build_plan(self._counters.num_steps, *columns, drafts, verified)
+        if places := self.drafting.drafter_chunks(chunks):
+            plan = msgspec.structs.replace(plan, drafter_rows=[len(decodes) + i for i in places])
         # How many tokens these have after the step is known once it has ended: `Drafting.commit`.
         guessed = {decodes.requests[index].key for index in drafts.guessed}
         decodes.advance()

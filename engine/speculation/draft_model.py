@@ -20,8 +20,11 @@ Its KV lies in a store of its own with as many blocks as the target's and under 
 So there is one accounting: whoever holds a block holds it in both stores, and nothing is allocated
 or freed here. The target's prefix index says nothing of this store: `_contents` knows which of its
 blocks hold the KV of which content, and what is missing is computed, at most `max_tokens` a pass. A
-request that is not caught up gets no drafts yet; so does one that came with its KV from another
-worker. A wrong value here could only make a draft wrong.
+request that is not caught up gets no drafts yet. A wrong value here could only make a draft wrong.
+
+Where prompts move between workers, both stores are one (`KvLayout.drafter`), and a prefill worker
+has computed the draft model's KV beside the target's (engine/runner/prompt_passes.py). A request
+says of how many tokens it came; the rest is computed here, as all is where the stores are two.
 """
 
 from collections import deque
@@ -257,6 +260,15 @@ class DraftModel:
         if seat is not None:
             self._released_rows.append(seat.row)
 
+    def arrived(self, request: Request) -> None:
+        complete = range(request.num_indexed_blocks, request.num_drafter_tokens // self._block_size)
+        for i in complete[: max(0, len(request.block_hashes) - complete.start)]:
+            self._contents[request.block_ids[i]] = request.block_hashes[i]
+
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._contents[block_id] = b""
+
     # ---- passes ---------------------------------------------------------------------------------
 
     def _first_pass(self, asked: Sequence[tuple[Request, int]], proposal: _Proposal) -> list[int]:
@@ -408,8 +420,8 @@ class DraftModel:
         request = proposal.asked[place][0]
         if drawn is None:  # zero what the row wrote, and begin anew
             self._zero_block_ids += request.block_ids
-            for block_id in request.block_ids:
-                self._contents[block_id] = b""
+            self.forget_blocks(request.block_ids)
+            request.num_drafter_tokens = 0
             self.forget(request)
             proposal.found[place] = []
             proposal.ended.add(place)
@@ -455,7 +467,9 @@ class DraftModel:
             if self._contents[block_id] != content:
                 break
             num_found += self._block_size
-        return num_found
+        # Of the last block, which is not full, only the request says what came.
+        num_came = request.num_drafter_tokens
+        return num_came if num_came - num_found in range(self._block_size) else num_found
 
     def _begin_writing(self, asked: Sequence[tuple[Request, int]], spans: Sequence[_Span]) -> None:
         """No block that the passes write, with drafts or tokens, is complete meanwhile."""

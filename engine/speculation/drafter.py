@@ -81,6 +81,17 @@ class Drafter(Protocol):
         """Drop what is kept for a request that left its row; it may come back."""
         ...
 
+    def arrived(self, request: Request) -> None:
+        """The request came with its KV, and what it needs of `num_drafter_tokens` tokens with it.
+
+        Its first `num_indexed_blocks` blocks were here before.
+        """
+        ...
+
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+        """These blocks get another content."""
+        ...
+
 
 class HostDrafter(ABC):
     """Part of a drafter whose drafts follow from tokens that the host knows."""
@@ -113,6 +124,12 @@ class HostDrafter(ABC):
     def read(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Does nothing: what it needs takes no time."""
 
+    def arrived(self, request: Request) -> None:  # noqa: B027
+        """Does nothing: it keeps nothing in blocks."""
+
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """Does nothing, likewise."""
+
 
 class DraftPolicy(Protocol):
     """Says how many drafts pay; see `engine.speculation.controller.SpeculationController`."""
@@ -139,6 +156,12 @@ class DraftPolicy(Protocol):
     def forget(self, key: Hashable) -> None: ...
 
     def statistics(self) -> SpeculationStatistics | None: ...
+
+
+def most_drafts_ever(policy: DraftPolicy, request: Request) -> int:
+    """That a request may have in a step; one that asks for drafts gets them at any temperature."""
+    limit = request.spec.max_drafts
+    return policy.bound(request.params.temperature if limit is None else 0.0, limit)
 
 
 class FixedDrafts:

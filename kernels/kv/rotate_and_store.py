@@ -130,8 +130,7 @@ def rotate_and_store(
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_layers, _, block_size, num_kv_heads, _ = store.shape
     num_heads = num_all_heads - 2 * num_kv_heads
-    _check(qkv, norms, cos_sin, positions, store, slots, scales)
-    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
+    _check(qkv, norms, cos_sin, positions, store, layer, slots, scales)
     half = triton.next_power_of_2(head_dim // 2)
     heads = min(max(_PAIRS // half, 1), triton.next_power_of_2(num_all_heads))
     use_pdl = pdl_supported(qkv.device)
@@ -170,17 +169,20 @@ def _check(
     cos_sin: Tensor,
     positions: Tensor,
     store: Tensor,
+    layer: int,
     slots: Tensor,
     scales: KvScales | None,
 ) -> None:
     num_tokens, num_all_heads, head_dim = qkv.shape
+    assert 0 <= layer < store.shape[1], f"layer {layer} of {store.shape[1]}"
     assert store.shape[5] == head_dim, f"heads of {head_dim} in a store of {store.shape[5]}"
     assert num_all_heads >= 2 * store.shape[4], f"{num_all_heads} heads, {store.shape[4]} of K"
     stored = qkv.dtype if scales is None else torch.uint8
     assert store.dtype == stored, f"{qkv.dtype} into a store in {store.dtype}"
     if scales is not None:
-        expected = (store.shape[1], 2, store.shape[4])
-        assert scales.inverse.shape == expected, f"{list(scales.inverse.shape)}, {list(expected)}"
+        num_layers, *found = scales.inverse.shape
+        assert layer < num_layers, f"layer {layer}, scales of {num_layers}"
+        assert found == [2, store.shape[4]], f"scales {found} for {store.shape[4]} KV heads"
     assert qkv.is_contiguous(), f"qkv with strides {qkv.stride()}"
     assert store.is_contiguous(), f"store with strides {store.stride()}"
     assert cos_sin.dtype == torch.float32, f"angles in {cos_sin.dtype}"

@@ -10,11 +10,12 @@ engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. Th
     features      vectors of the hidden states move with the KV, as the engine does it; drafts are
                   then those of one worker without a handoff
     without       the prompt's vectors are zeroed on arrival: as if only KV moved
-    draft model   it needs ids alone, and computes its KV of the prompt on the decode side
+    draft model   its KV of the prompt moves with the target's, as the engine does it
+    computed      nothing of it moves: it needs ids alone, and computes its KV on the decode side
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
-second token counts from the moment when the KV is there; so it has the drafter's pass over the
-prompt in it. Every way must give the same tokens.
+second token counts from the moment when the KV is there; so it has what a drafter computes of the
+prompt on the decode side in it. Every way must give the same tokens.
 """
 
 import argparse
@@ -41,12 +42,13 @@ class Way:
     name: str
     pair: LocalPair
     zeroes: bool = False
+    first_ms: list[float] = field(default_factory=list)
     second_ms: list[float] = field(default_factory=list)
     rest_ms: list[float] = field(default_factory=list)  # a token, after the second
     answers: list[list[int]] = field(default_factory=list)
 
     def run(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        moved_s = 0.0
+        moved_s, began_s = 0.0, time.perf_counter()
 
         def arrived(block_ids: list[int]) -> None:
             nonlocal moved_s
@@ -57,7 +59,8 @@ class Way:
             moved_s = time.perf_counter()
 
         (found,) = self.pair.answer([(prompt, params)], arrived)
-        times_s = found.times_s[1:]  # the first came from the prefill side
+        first_s, *times_s = found.times_s  # the first came from the prefill side
+        self.first_ms.append(1e3 * (first_s - began_s))
         self.second_ms.append(1e3 * (times_s[0] - moved_s))
         self.rest_ms.append(1e3 * (times_s[-1] - times_s[0]) / (len(times_s) - 1))
         self.answers.append(found.tokens)
@@ -68,6 +71,7 @@ class Way:
         length = 1 + counts.num_accepted / counts.num_verified if counts.num_verified else 1.0
         return [
             self.name,
+            f"{statistics.median(self.first_ms):.1f}",
             f"{statistics.median(self.second_ms):.1f}",
             f"{statistics.median(self.rest_ms):.2f}",
             f"{length:.2f}",
@@ -76,8 +80,9 @@ class Way:
 
 
 def build_ways(args: argparse.Namespace) -> list[Way]:
-    def pair(drafter: str, folder: str | None = None) -> LocalPair:
+    def pair(drafter: str, folder: str | None = None, **workers: int) -> LocalPair:
         settings: dict[str, object] = {
+            **{f"workers.{role}": number for role, number in workers.items()},
             "model.path": args.model,
             "cache.num_blocks": 512,
             "cache.enable_prefix_caching": False,
@@ -99,7 +104,12 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
             Way(name="without", pair=pair("eagle3", args.head), zeroes=True),
         ]
     if args.draft_model is not None:
-        ways.append(Way(name="draft model", pair=pair("draft_model", args.draft_model)))
+        given = "draft_model", args.draft_model
+        # Only workers that are apart have room for its KV in their blocks.
+        ways += [
+            Way(name="draft model", pair=pair(*given, unified=0, prefill=1, decode=1)),
+            Way(name="computed", pair=pair(*given)),
+        ]
     return ways
 
 
@@ -123,7 +133,8 @@ def main() -> None:
     for way in ways:
         assert way.answers == ways[0].answers, f"{way.name} gave other tokens"
     print(describe_machine())
-    header = ["", "second token, ms", "ms a token", "accepted length", "acceptance by position"]
+    times = ["first token, ms", "second token, ms", "ms a token"]
+    header = ["", *times, "accepted length", "acceptance by position"]
     print(render_rows([header, *(way.row() for way in ways)]))
 
 

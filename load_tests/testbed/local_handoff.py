@@ -73,6 +73,7 @@ class LocalPair:
         request.num_computed_tokens = request.num_known_tokens
         request.tokens.append(event.first_token_id)
         request.num_emitted_tokens += 1
+        request.num_drafter_tokens = event.num_drafter_tokens
         self.decode.shared_scheduler.join(request)
         return block_ids
 

@@ -1,4 +1,7 @@
-"""A worker of two ranks for which a smaller model drafts answers as one process without it."""
+"""Workers for which a smaller model drafts answer as one process without it.
+
+They are of two ranks, or apart: then its K and V of prompts come over the channel.
+"""
 
 from pathlib import Path
 
@@ -11,10 +14,18 @@ from tests.harness.in_process import answer, start_engine
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
 DRAFT = Path(MODEL).parent / "laps-demo-draft"
-OVERRIDES: dict[str, object] = {
+GANG: dict[str, object] = {
     "workers.unified": 1,
     "workers.tensor_parallel_size": 2,
     "workers.num_cpus": 0.1,  # so that it has a placement group
+}
+APART: dict[str, object] = {
+    "workers.unified": 0,
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "handoff.channel": "gloo_pair",
+}
+OVERRIDES: dict[str, object] = {
     "scheduler.overlap": True,
     "speculation.drafter": "draft_model",
     "speculation.model_path": str(DRAFT),
@@ -24,10 +35,13 @@ OVERRIDES: dict[str, object] = {
 }
 
 
-def test_a_gang_with_a_draft_model_answers_as_one_process(cluster: Cluster) -> None:
+@pytest.mark.parametrize("workers", [GANG, APART], ids=["gang", "apart"])
+def test_workers_with_a_draft_model_answer_as_one_process(
+    workers: dict[str, object], cluster: Cluster
+) -> None:
     engine = start_engine(model__path=str(MODEL))
     prompts = [list(range(11, 11 + 7 * number)) for number in (1, 5, 12)]
-    application = cluster.run("gang-drafts", OVERRIDES)
+    application = cluster.run("gang-drafts", OVERRIDES | workers)
     try:
         for sampling in ({"temperature": 0.0}, {"temperature": 0.6, "seed": 5}):
             params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)

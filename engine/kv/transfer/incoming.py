@@ -344,6 +344,7 @@ class IncomingHandoffs:
             del self._live[header.key]
         request = transfer.request
         request.num_computed_tokens = request.num_known_tokens
+        request.num_drafter_tokens = min(header.num_drafter_tokens, request.num_known_tokens)
         request.tokens.append(header.first_token_id)
         request.num_emitted_tokens += 1
         transfer.rank.scheduler.join(request)

@@ -65,6 +65,7 @@ class HandoffReady:
     key: RequestKey
     block_ids: list[int]
     first_token_id: int
+    num_drafter_tokens: int = 0  # as of `Request`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,7 @@ class OutgoingHandoffs:
                 key=request.key,
                 block_ids=self._numbered(request.block_ids),
                 first_token_id=request.tokens[-1],
+                num_drafter_tokens=min(request.num_drafter_tokens, request.max_drafter_tokens),
             )
         )
 

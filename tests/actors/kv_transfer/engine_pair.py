@@ -186,6 +186,7 @@ class Pair:
             num_blocks=end - first,
             digests=piece.digests,
             first_token_id=event.first_token_id,
+            num_drafter_tokens=event.num_drafter_tokens,
         )
         write = self.incoming.begin_write(header)
         if write.block_ids:

@@ -240,6 +240,7 @@ class World:
     def finish(self, request: Request) -> None:
         num_tokens = request.num_known_tokens
         self._write(request, num_tokens)
+        request.num_drafter_tokens = num_tokens // 2  # of any number
         request.tokens.append(FIRST_TOKEN)
         self.kv[request.key] = self.prefill_pieces.blocks[request.block_ids].copy()
         del self.computing[request.key]
@@ -284,6 +285,7 @@ class World:
         """The request runs at D, and reads there what P computed."""
         arrived = self.decode.scheduler.running[request.key]
         assert arrived.tokens == request.tokens
+        assert arrived.num_drafter_tokens == request.num_drafter_tokens
         found = self.decode_pieces.blocks[arrived.block_ids]
         assert np.array_equal(found, self.kv[request.key]), "D reads what P did not compute"
         assert request.key not in self.failures

@@ -10,11 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 from engine import build_drafting
+from engine.core import PendingStep
 from engine.engine import Engine
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import Comm
 from engine.messages import Role
 from engine.models import registry
+from engine.plan import StepPlan
+from engine.scheduling.drafting import Drafting
+from engine.speculation.draft_model import DraftModel
 from tests.engine.ranks.exact_models import SnappingOps, snapped_mixtures
 from tests.engine.speculation.exact_engines import exact_arithmetic, start_exact
 
@@ -30,6 +34,20 @@ def exact_drafts() -> Iterator[None]:
         for module in (build_drafting, registry):
             stack.enter_context(patch.object(module, "build_ops", lambda _: SnappingOps()))
         yield
+
+
+def nums_missing(drafting: Drafting) -> list[int]:
+    """Prompt tokens that a draft model computes of each row it takes on, from now on."""
+    drafter, found = drafting.drafter, list[int]()
+    assert isinstance(drafter, DraftModel)
+    launch = drafter._launch
+
+    def watched(plan: StepPlan) -> PendingStep:
+        found.extend(one.num_prompt_tokens - one.num_computed_tokens for one in plan.admissions)
+        return launch(plan)
+
+    drafter._launch = watched
+    return found
 
 
 def start_drafting(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from demo_model.eagle_head import EagleHead
 from engine.engine import Engine
 from engine.request import Request, SamplingParams
-from engine.speculation.feature_drafter import FeatureDrafter
+from engine.speculation.draft_model import DraftModel
 from engine.turns import Turns
 from tests.engine.speculation.guessed_engines import run
 from tests.harness.tiny_models import VOCAB_SIZE
@@ -55,27 +55,25 @@ def save_head(folder: Path, *, seed: int, **settings: object) -> EagleHead:
     return head
 
 
-class _Recorded(FeatureDrafter):
-    """Notes what was proposed for which tokens: as many drafts as asked for, or none.
+def record_proposals(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    """What is proposed from now on for which tokens: as many drafts as asked for, or none.
 
-    None where the head has not caught up; one that ends the request is the last.
+    None where what drafts has not caught up; one that ends the request is the last.
     """
+    drafter = engine.core.scheduler.drafting.drafter
+    assert isinstance(drafter, DraftModel)
+    proposing, proposals = drafter.proposing, list[tuple[list[int], list[int]]]()
 
-    def proposing(self, asked: list[tuple[Request, int]]) -> Turns[list[list[int]]]:
-        found = yield from super().proposing(asked)
+    def recorded(asked: list[tuple[Request, int]]) -> Turns[list[list[int]]]:
+        found = yield from proposing(asked)
         for (request, num_asked), drafts in zip(asked, found, strict=True):
             is_whole = not drafts or len(drafts) == num_asked or drafts[-1] in request.stop_ids
             assert is_whole, f"{len(drafts)} drafts of {num_asked} after {request.tokens}"
-            self.proposals.append((list(request.tokens), drafts))
+            proposals.append((list(request.tokens), drafts))
         return found
 
-
-def record_proposals(engine: Engine) -> list[tuple[list[int], list[int]]]:
-    drafter = engine.core.scheduler.drafting.drafter
-    assert type(drafter) is FeatureDrafter
-    drafter.__class__ = _Recorded
-    drafter.proposals = []
-    return drafter.proposals
+    drafter.proposing = recorded  # type: ignore[method-assign]
+    return proposals
 
 
 def greedy_proposals(engine: Engine, seed: int) -> list[tuple[list[int], list[int]]]:

@@ -108,8 +108,20 @@ class _PairOverRanks(LocalPair):
         return RankPieces(engine.rank_stores, self._led.steps, TIMEOUT_S, num_threads=1)
 
 
-def _save_drafting(drafter: str, folder: Path, head: Path) -> dict[str, object]:
+def _save_drafting(drafter: str, folder: Path, head: Path, shared: Role) -> dict[str, object]:
     """A model of whole numbers that drafts; returns what an engine of it needs besides."""
+    if drafter == "draft_model":
+        save_exact_model(folder, seed=SEED)
+        save_exact_model(head, seed=SEED + 1, num_hidden_layers=3)
+        return {
+            "speculation__drafter": "draft_model",
+            "speculation__model_path": str(head),
+            "workers__unified": 0,
+            "workers__prefill": 1,
+            "workers__decode": 1,
+            "workers__prefill_tensor_parallel_size": 1 + (shared == "prefill"),
+            "workers__decode_tensor_parallel_size": 1 + (shared == "decode"),
+        }
     if drafter == "mtp":
         save_mtp_model(folder, seed=SEED)
         save_whole_numbers(folder, SEED)
@@ -121,14 +133,14 @@ def _save_drafting(drafter: str, folder: Path, head: Path) -> dict[str, object]:
     return {"speculation__drafter": "eagle3", "speculation__model_path": str(head)}
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3", "draft_model"])
 @pytest.mark.parametrize("shared", ["prefill", "decode"])
 def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worker(
     shared: Role, drafter: str, tmp_path: Path
 ) -> None:
     """What is read moves with the KV heads: with one that all ranks have, or a part with each."""
     folder = tmp_path / "model"
-    saved = _save_drafting(drafter, folder, tmp_path / "head")
+    saved = _save_drafting(drafter, folder, tmp_path / "head", shared)
     kinds: list[Kind] = [{"temperature": 0.0, "max_tokens": 30}, {"temperature": 1.2}]
     asked = with_shared_prefix(SEED, kinds)
     # A pass computes both prompts, so that drafts begin at the same token.
@@ -144,5 +156,8 @@ def test_tokens_and_drafts_behind_a_handoff_between_ranks_are_those_of_one_worke
     there, here = pair.decode.core.scheduler.drafting.counts, one.core.scheduler.drafting.counts
     assert (there.drafted_at, there.accepted_at) == (here.drafted_at, here.accepted_at)
     assert_same_drafts(*proposals, num_at_least=5)
-    assert there.num_accepted > 0 or drafter == "eagle3"
+    assert there.num_accepted > 0 or drafter != "mtp"
+    if drafter == "draft_model":
+        computed = [engine.draft_passes.num_computed_tokens for engine in (one, pair.decode)]
+        assert computed[0] - computed[1] == sum(len(prompt) for prompt, _ in asked)
     assert pair.prefill.cache.num_held == pair.decode.cache.num_held == 0
