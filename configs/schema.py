@@ -233,6 +233,10 @@ class SpeculationConfig(_Section, frozen=True):
     ngrams_on_device: bool | Literal["auto"] = "auto"
     # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
+    # draft_model, prefill and decode apart: prefill workers compute its K and V of prompts, too,
+    # and hand them over. So no such pass delays the streams of a decode worker, and first tokens
+    # come later by it; false = decode workers compute them when a request first drafts.
+    prompts_on_prefill: bool = True
     # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"
@@ -498,4 +502,6 @@ class AppConfig(_Section, frozen=True):
     @property
     def moves_draft_kv(self) -> bool:
         """Whether prompts move between workers for which a draft model reads them, too."""
-        return self.speculation.drafter == "draft_model" and self.workers.prefill > 0
+        asked = self.speculation
+        is_model = asked.drafter == "draft_model"
+        return is_model and asked.prompts_on_prefill and self.workers.prefill > 0

@@ -181,6 +181,18 @@ def test_what_did_not_come_is_computed_on_the_decode_side(folder: Path) -> None:
     assert counts.num_accepted == counts.num_drafted > 5
 
 
+def test_prompts_may_be_left_to_the_decode_side(folder: Path) -> None:
+    """Then first tokens do not wait for the draft model, and blocks have no room for it."""
+    asked = _asked(25, 29)
+    pair = _Pair(folder, _settings(folder, speculation__prompts_on_prefill=False))
+    plain = start_exact(folder, speculation__drafter="none")
+    assert pair.prefill.layout.drafter is None
+    expected = [found.tokens for each in asked for found in run(plain, [each])]
+    assert pair.answer_each(asked) == expected
+    assert pair.nums_came == [0, 0]
+    assert pair.nums_missing == [25, 29]
+
+
 def test_requests_that_get_no_drafts_cost_the_prefill_side_nothing(
     folder: Path, tmp_path: Path
 ) -> None:
