@@ -2,6 +2,8 @@
 
     python -m load_tests.lab.draft_handoffs --head /tmp/laps-demo-eagle3
     python -m load_tests.lab.draft_handoffs --draft-model demo_model/laps-demo-draft --device cuda
+    python -m load_tests.lab.draft_handoffs --shapes qwen3-8b --draft-shapes qwen3-0.6b \\
+        --device cuda --prompt-tokens 4096
 
 Held-out files begin, the shipped model goes on, greedy. Prompts move from a prefill to a decode
 engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. The ways:
@@ -15,20 +17,26 @@ engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. Th
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
 second token counts from the moment when the KV is there; so it has what a drafter computes of the
-prompt on the decode side in it. On a CPU every way must give the same tokens.
+prompt on the decode side in it. On a CPU every way must give the same tokens. With --shapes the
+weights and prompts are random: then only times mean something, and no draft is right.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.load import load_config
+from engine.models.spec import load_spec
 from engine.request import SamplingParams
 from engine.scheduling.drafting import DraftCounts
+from load_tests.lab.bench_accepted import save_random_weights
 from load_tests.lab.quant_accuracy import held_out_windows
+from load_tests.lab.shapes import SHAPES, write_shapes
+from load_tests.prompts import RandomPrompts
 from load_tests.tables import describe_machine, render_rows
 from load_tests.testbed.local_handoff import LocalPair
 
@@ -85,6 +93,7 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
             **{f"workers.{role}": number for role, number in workers.items()},
             "model.path": args.model,
             "model.device": args.device,
+            "model.weights": "random" if args.shapes else "safetensors",
             "cache.num_blocks": 512,
             "cache.enable_prefix_caching": False,
             "scheduler.max_num_seqs": 4,
@@ -114,24 +123,40 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
     return ways
 
 
+def _prompts(args: argparse.Namespace) -> list[list[int]]:
+    if args.shapes is None:
+        return [window[: args.prompt_tokens] for window in held_out_windows(args.prompts)]
+    vocab_size = load_spec(Path(args.model)).vocab_size
+    return RandomPrompts(vocab_size, seed=0).draw(args.prompts, args.prompt_tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--shapes", choices=sorted(SHAPES), help="instead of --model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--head", help="folder of an EAGLE-3 head")
     parser.add_argument("--draft-model", help="folder of a model of the same vocabulary")
+    parser.add_argument("--draft-shapes", choices=sorted(SHAPES), help="instead of --draft-model")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--drafts", type=int, default=3)
     args = parser.parse_args()
-    if args.head is None and args.draft_model is None:
-        parser.error("nothing to compare with: name a --head, a --draft-model, or both")
-    ways = build_ways(args)
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.shapes is not None:
+            args.model = str(write_shapes(args.shapes, Path(scratch)))
+        if args.draft_shapes is not None:
+            folder = write_shapes(args.draft_shapes, Path(scratch) / "draft")
+            save_random_weights(folder)
+            args.draft_model = str(folder)
+        if args.head is None and args.draft_model is None:
+            parser.error("nothing to compare with: name a --head, a --draft-model, or both")
+        ways = build_ways(args)
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
-    for window in held_out_windows(args.prompts):
+    for prompt in _prompts(args):
         for way in ways:
-            way.run(window[: args.prompt_tokens], params)
+            way.run(prompt, params)
     for way in ways if args.device == "cpu" else ():  # a GPU rounds steps of other sizes otherwise
         assert way.answers == ways[0].answers, f"{way.name} gave other tokens"
     print(describe_machine())
