@@ -143,16 +143,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--drafts", type=int, default=3)
     args = parser.parse_args()
+    if not (args.head or args.draft_model or args.draft_shapes):
+        parser.error("nothing to compare with: name a --head, a --draft-model, or both")
     with tempfile.TemporaryDirectory() as scratch:
-        if args.shapes is not None:
-            args.model = str(write_shapes(args.shapes, Path(scratch)))
-        if args.draft_shapes is not None:
-            folder = write_shapes(args.draft_shapes, Path(scratch) / "draft")
-            save_random_weights(folder)
-            args.draft_model = str(folder)
-        if args.head is None and args.draft_model is None:
-            parser.error("nothing to compare with: name a --head, a --draft-model, or both")
-        ways = build_ways(args)
+        _write_shapes(args, Path(scratch))
+        measure(args)
+
+
+def _write_shapes(args: argparse.Namespace, scratch: Path) -> None:
+    """Models of the shapes that are asked for, in place of the folders."""
+    if args.shapes is not None:
+        args.model = str(write_shapes(args.shapes, scratch))
+    if args.draft_shapes is not None:
+        folder = write_shapes(args.draft_shapes, scratch / "draft")
+        save_random_weights(folder)
+        args.draft_model = str(folder)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Ask in every way, and print what each came to."""
+    ways = build_ways(args)
     params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
     for prompt in _prompts(args):
         for way in ways:
