@@ -157,7 +157,7 @@ class Executor:
         self._keeper = keeper
 
     def compute_prompts_with(self, passes: PromptPasses) -> None:
-        """From now on `passes` are launched before the rows that plans name for them."""
+        """From now on `passes` are launched behind steps, for the rows that plans name for them."""
         self._prompt_passes = passes
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
@@ -332,6 +332,9 @@ class Executor:
             left = self._sample(computed, _drafts_by_row(plan))
             if self.guesses is not None:
                 left = self.guesses.settle(plan, computed.batch, left)
+            if plan.drafter_rows:  # before the digests, and launched while the device computes
+                assert self._prompt_passes is not None, "nothing drafts"
+                self._prompt_passes.launch(plan)
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
@@ -364,10 +367,7 @@ class Executor:
             return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Do what precedes the step: a draft model's pass, zero blocks, release and admit rows."""
-        if plan.drafter_rows:
-            assert self._prompt_passes is not None, "nothing drafts"
-            self._prompt_passes.launch(plan)
+        """Apply the changes that precede the step: zero blocks, then release and admit rows."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):

@@ -1,8 +1,9 @@
 """Computes a draft model's K and V of prompts, on a worker that hands them over.
 
 Its K and V lie in the blocks of the target's (`KvLayout.drafter`), whose digests follow from all
-bytes. So a pass is launched before the step that computes the same tokens and digests the blocks,
-and neither ever writes to a block that others may read. Nothing is sampled here.
+bytes. So a pass is part of the step that computes the same tokens: launched behind the model's
+layers, so that the device does not wait for its launch, and before the blocks are digested. Neither
+ever writes to a block that others may read. Nothing is sampled here.
 """
 
 from collections import deque
