@@ -233,10 +233,11 @@ class SpeculationConfig(_Section, frozen=True):
     ngrams_on_device: bool | Literal["auto"] = "auto"
     # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
-    # draft_model, prefill and decode apart: prefill workers compute its K and V of prompts, too,
-    # and hand them over. So no such pass delays the streams of a decode worker, and first tokens
-    # come later by it; false = decode workers compute them when a request first drafts.
-    prompts_on_prefill: bool = True
+    # draft_model, prefill and decode apart: true = prefill workers compute its K and V of prompts,
+    # too, and hand them over. Then no such pass delays the streams of a decode worker, and first
+    # tokens come later by it: 19 of 101 ms for Qwen3-0.6B beside Qwen3-8B and 4,096 tokens on an
+    # H200. false = decode workers compute them when a request first drafts.
+    prompts_on_prefill: bool = False
     # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that
     # reads a row's keys once for all its tokens (model.attention.decode must be triton).
     attention_backend: Literal["prefill", "decode"] = "prefill"

@@ -44,6 +44,7 @@ from engine.runner.results import (
     PendingStep,
     StepSlots,
     StepTensors,
+    WrittenBlocks,
     digest_written,
 )
 from engine.runner.row_texts import RowTexts, text_bytes
@@ -157,7 +158,7 @@ class Executor:
         self._keeper = keeper
 
     def compute_prompts_with(self, passes: PromptPasses) -> None:
-        """From now on `passes` are launched behind steps, for the rows that plans name for them."""
+        """From now on `passes` are launched behind steps, for rows that plans name for them."""
         self._prompt_passes = passes
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
@@ -332,16 +333,19 @@ class Executor:
             left = self._sample(computed, _drafts_by_row(plan))
             if self.guesses is not None:
                 left = self.guesses.settle(plan, computed.batch, left)
-            if plan.drafter_rows:  # before the digests, and launched while the device computes
-                assert self._prompt_passes is not None, "nothing drafts"
-                self._prompt_passes.launch(plan)
             if self._sends_blocks:
-                written = digest_written(plan, self._rows.blocks, self.kv_store)
-                left = replace(left, written=written)
+                left = replace(left, written=self._digest(plan))
             if self.expert_loads is not None:
                 self.expert_loads.on_step()
             self._newest = PendingStep(plan, computed.batch, self._slots, slot, left)
             return self._newest
+
+    def _digest(self, plan: StepPlan) -> WrittenBlocks:
+        """Queue the digests of what the step wrote, a draft model's part of it included."""
+        if plan.drafter_rows:
+            assert self._prompt_passes is not None, "nothing drafts"
+            self._prompt_passes.launch(plan)
+        return digest_written(plan, self._rows.blocks, self.kv_store)
 
     def forward_logits(self, plan: StepPlan, *, of_all_tokens: bool = False) -> Tensor:
         """Run a step without sampling; returns fp32 [R, vocab], each row's last logits.

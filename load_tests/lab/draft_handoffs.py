@@ -12,7 +12,7 @@ engine, which drafts with an EAGLE-3 head, with a draft model, or not at all. Th
     features      vectors of the hidden states move with the KV, as the engine does it; drafts are
                   then those of one worker without a handoff
     without       the prompt's vectors are zeroed on arrival: as if only KV moved
-    draft model   its KV of the prompt moves with the target's, as the engine does it
+    draft model   its KV of the prompt moves with the target's (speculation.prompts_on_prefill)
     computed      nothing of it moves: it needs ids alone, and computes its KV on the decode side
 
 All engines run in this process, the copy is a memory copy, and one request runs at a time. The
@@ -40,6 +40,7 @@ from load_tests.prompts import RandomPrompts
 from load_tests.tables import describe_machine, render_rows
 from load_tests.testbed.local_handoff import LocalPair
 
+APART = {"unified": 0, "prefill": 1, "decode": 1}
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
 
 
@@ -88,9 +89,10 @@ class Way:
 
 
 def build_ways(args: argparse.Namespace) -> list[Way]:
-    def pair(drafter: str, folder: str | None = None, **workers: int) -> LocalPair:
+    def pair(drafter: str, folder: str | None = None, *, moves: bool = False) -> LocalPair:
         settings: dict[str, object] = {
-            **{f"workers.{role}": number for role, number in workers.items()},
+            **{f"workers.{role}": number for role, number in APART.items()},
+            "speculation.prompts_on_prefill": moves,
             "model.path": args.model,
             "model.device": args.device,
             "model.weights": "random" if args.shapes else "safetensors",
@@ -115,9 +117,8 @@ def build_ways(args: argparse.Namespace) -> list[Way]:
         ]
     if args.draft_model is not None:
         given = "draft_model", args.draft_model
-        # Only workers that are apart have room for its KV in their blocks.
         ways += [
-            Way(name="draft model", pair=pair(*given, unified=0, prefill=1, decode=1)),
+            Way(name="draft model", pair=pair(*given, moves=True)),
             Way(name="computed", pair=pair(*given)),
         ]
     return ways

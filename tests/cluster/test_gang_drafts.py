@@ -24,6 +24,7 @@ APART: dict[str, object] = {
     "workers.prefill": 1,
     "workers.decode": 1,
     "handoff.channel": "gloo_pair",
+    "speculation.prompts_on_prefill": True,
 }
 OVERRIDES: dict[str, object] = {
     "scheduler.overlap": True,

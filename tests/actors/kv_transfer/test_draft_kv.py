@@ -35,6 +35,7 @@ def _drafting(path: Path) -> dict[str, object]:
         "speculation.model_path": str(path),
         "speculation.max_drafts": 3,
         "speculation.adaptive": False,
+        "speculation.prompts_on_prefill": True,
     }
 
 

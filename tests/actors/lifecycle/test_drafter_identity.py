@@ -9,21 +9,30 @@ from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, ser
 from configs.load import load_config
 from engine.errors import ConfigError
 
-APART = {"workers.unified": 0, "workers.prefill": 1, "workers.decode": 1}
+APART: dict[str, object] = {"workers.unified": 0, "workers.prefill": 1, "workers.decode": 1}
+MOVES = APART | {"speculation.prompts_on_prefill": True}
 
 
-def _describe(drafter: str, folder: Path, workers: Mapping[str, int] = {}) -> DeploymentSpec:
-    keys = {"speculation.drafter": drafter, "speculation.model_path": str(folder)}
-    return describe_deployment(load_config(None, keys | workers))
+def _describe(drafter: str, folder: Path, workers: Mapping[str, object] = {}) -> DeploymentSpec:
+    keys: dict[str, object] = {
+        "speculation.drafter": drafter,
+        "speculation.model_path": str(folder),
+    }
+    return describe_deployment(load_config(None, {**keys, **workers}))
 
 
 @pytest.mark.parametrize(
     ("drafter", "workers", "is_in_blocks"),
-    [("draft_model", {}, False), ("draft_model", APART, True), ("eagle3", {}, True)],
-    ids=["draft_model", "draft_model-apart", "eagle3"],
+    [
+        ("draft_model", {}, False),
+        ("draft_model", APART, False),
+        ("draft_model", MOVES, True),
+        ("eagle3", {}, True),
+    ],
+    ids=["draft_model", "draft_model-apart", "draft_model-moves", "eagle3"],
 )
 def test_other_weights_of_what_drafts_are_another_deployment(
-    drafter: str, workers: dict[str, int], is_in_blocks: bool, tmp_path: Path
+    drafter: str, workers: dict[str, object], is_in_blocks: bool, tmp_path: Path
 ) -> None:
     """Blocks with what these weights made are found only by engines of the same weights."""
     (tmp_path / "config.json").write_text("{}")

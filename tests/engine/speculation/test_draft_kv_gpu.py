@@ -61,6 +61,7 @@ def test_what_moves_is_not_computed_again_and_changes_nothing(
         "speculation__model_path": str(folders[heads]),
         "speculation__adaptive": False,
         "speculation__max_drafts": 3,
+        "speculation__prompts_on_prefill": True,
     }
     apart = {"workers.unified": 0, "workers.prefill": 1, "workers.decode": 1}
     dotted = {key.replace("__", "."): value for key, value in settings.items()}

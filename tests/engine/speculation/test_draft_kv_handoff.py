@@ -31,6 +31,7 @@ from tests.harness.tiny_models import VOCAB_SIZE, save_model
 SEED = seed_of(__name__)
 BLOCK_SIZE = 4
 APART: dict[str, Any] = {"workers__unified": 0, "workers__prefill": 1, "workers__decode": 1}
+MOVES = {"speculation__prompts_on_prefill": True}
 # Two layers of the target are as wide as three of these.
 OTHER_HEADS: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 4}
 
@@ -63,7 +64,7 @@ def _settings(draft_folder: Path, **more: object) -> dict[str, Any]:
         "speculation__max_drafts": 3,
         "speculation__max_temperature": 2.0,
         "scheduler__max_num_batched_tokens": 72,  # so that a pass computes any prompt
-        **more,
+        **(MOVES | more),
     }
 
 

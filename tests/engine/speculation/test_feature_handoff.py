@@ -116,6 +116,7 @@ def _save_drafting(drafter: str, folder: Path, head: Path, shared: Role) -> dict
         return {
             "speculation__drafter": "draft_model",
             "speculation__model_path": str(head),
+            "speculation__prompts_on_prefill": True,
             "workers__unified": 0,
             "workers__prefill": 1,
             "workers__decode": 1,
